@@ -1,0 +1,1 @@
+"""DisagMoE: attention and experts of a Mixture-of-Experts model trained on disjoint groups of workers."""
