@@ -1,0 +1,153 @@
+"""The typed configuration: one dataclass a TOML section, a docstring a field.
+
+Values come from recipe defaults, then TOML, then the command line (`disagmoe.config.load`). Units are in the names.
+Checks that need several fields or the model are in `disagmoe.config.checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    name: str
+    """A file in `recipes/`, without `.py`."""
+    flavor: str = "debug"
+    """One of the recipe's model sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismConfig:
+    mode: Literal["disagmoe", "none"] = "disagmoe"
+    """`none` trains the unsplit model in one process: the reference for everything else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisagMoEConfig:
+    attn_depth: int = 1
+    """p_A: number of A-groups a replica's layers are spread over."""
+    ffn_depth: int = 1
+    """p_F: number of F-groups."""
+    attn_workers: int = 2
+    """M: workers of an A-group; each has the group's dense parameters and a slice of every micro-batch."""
+    ffn_workers: int = 2
+    """N: workers of an F-group; the experts of a layer are spread over them. At most the number of experts."""
+    replicas: int = 1
+    """R: independent copies of the whole pipeline, data parallel over them."""
+    schedule: Literal["plain", "deep"] = "deep"
+    """`plain`: interleaved 1F1B over the p_A + p_F groups; `deep`: rounds of 2 (p_A + p_F) micro-batches, which leave one
+    transfer time of slack at every hop, at the price of more activations."""
+    microbatches: int = 8
+    """Micro-batches a replica's share of the global batch is cut into."""
+    in_flight: int = 0
+    """Most micro-batches between their first forward and their last backward; 0: what the schedule wants."""
+    hoist: int = 8
+    """A receive is posted up to this many compute actions before the action that needs it."""
+    rank_order: str | list[str] = "paired"
+    """Which worker is which rank: `paired`, `attn_first`, or a list of worker names such as `r0.A0.1`."""
+    colocate: bool = False
+    """One process holds a whole replica (attn_workers = ffn_workers = 1): for one GPU, or a debugger."""
+    recompute: Literal["none", "ffn", "full"] = "none"
+    """`ffn`: F-stages keep the received rows and recompute the rest in backward; `full`: A-stages too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Backend of tensor transfers; `auto`: nccl on CUDA, gloo otherwise. Row counts always travel over gloo."""
+    timeout_s: float = 300.0
+    """Longest wait on a peer before the run ends with an error that names the edge and the peer."""
+    heartbeat_timeout_s: float = 15.0
+    """A worker that shows no sign of life for this long counts as gone."""
+    strict_order: bool = False
+    """gloo: constant tags, so that a wrong order of transfers fails as it would on NCCL."""
+    imbalance_factor: float = 4.0
+    """Memory is planned for this many times the average number of rows an F-worker receives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    steps: int = 100
+    """Optimizer steps."""
+    seq_len: int = 128
+    """Tokens a sample."""
+    global_batch_size: int = 16
+    """Samples an optimizer step, over all replicas."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters and activations. Routers and the residual sums of returned rows are computed in float32."""
+    max_grad_norm: float = 1.0
+    """Global norm that gradients are clipped to; 0 turns clipping off."""
+    load_balance_coeff: float = 1e-3
+    """Step of the aux-loss-free router bias; 0 turns the bias off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Literal["AdamW", "SGD"] = "AdamW"
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    momentum: float = 0.0
+    """SGD only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRSchedulerConfig:
+    warmup_steps: int = 10
+    decay_ratio: float = 0.0
+    """Share of the steps, at the end, over which the learning rate decays; 0: none."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
+    min_lr_factor: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    source: str = "python-stdlib"
+    """`python-stdlib` (source text of the standard library found on this machine), `synthetic`, a path to a local
+    .txt / .jsonl / .parquet file or folder, or the name of a Hugging Face dataset."""
+    tokenizer: str = "bytes"
+    """`bytes`, or a folder that holds a `tokenizer.json`."""
+    text_field: str = "text"
+    """Field of a jsonl / parquet / Hugging Face record that holds the text."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    shuffle: bool = True
+    """Shuffle documents (seeded by `[debug] seed`); off for streamed datasets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    log_freq: int = 1
+    """Steps between lines on the console and in the event files."""
+    tensorboard: bool = True
+    timeline_step: int = 3
+    """The step whose actions are written to `timeline.json`; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugConfig:
+    seed: int = 0
+    deterministic: bool = False
+    """torch.use_deterministic_algorithms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run. Field names are the TOML's section names."""
+
+    recipe: RecipeConfig
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    disagmoe: DisagMoEConfig = field(default_factory=DisagMoEConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    dump_folder: str = ""
+    """Where a run writes; empty: `outputs/<name of the TOML file>`."""
