@@ -1,13 +1,23 @@
 """The typed configuration: one dataclass a TOML section, a docstring a field.
 
 Values come from recipe defaults, then TOML, then the command line (`disagmoe.config.load`). Units are in the names.
-Checks that need several fields or the model are in `disagmoe.config.checks`.
+A field's range is part of its type and holds for loaded configurations; checks that need several fields or the model
+are in `disagmoe.config.checks`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+PositiveOrZero = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +36,24 @@ class ParallelismConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DisagMoEConfig:
-    attn_depth: int = 1
+    attn_depth: Count = 1
     """p_A: number of A-groups a replica's layers are spread over."""
-    ffn_depth: int = 1
+    ffn_depth: Count = 1
     """p_F: number of F-groups."""
-    attn_workers: int = 2
+    attn_workers: Count = 2
     """M: workers of an A-group; each has the group's dense parameters and a slice of every micro-batch."""
-    ffn_workers: int = 2
+    ffn_workers: Count = 2
     """N: workers of an F-group; the experts of a layer are spread over them. At most the number of experts."""
-    replicas: int = 1
+    replicas: Count = 1
     """R: independent copies of the whole pipeline, data parallel over them."""
     schedule: Literal["plain", "deep"] = "deep"
-    """`plain`: interleaved 1F1B over the p_A + p_F groups; `deep`: rounds of 2 (p_A + p_F) micro-batches, which leave one
-    transfer time of slack at every hop, at the price of more activations."""
-    microbatches: int = 8
+    """`plain`: interleaved 1F1B over the p_A + p_F groups; `deep`: rounds of 2 (p_A + p_F) micro-batches, which leave
+    one transfer time of slack at every hop, at the price of more activations."""
+    microbatches: Count = 8
     """Micro-batches a replica's share of the global batch is cut into."""
-    in_flight: int = 0
+    in_flight: CountOrZero = 0
     """Most micro-batches between their first forward and their last backward; 0: what the schedule wants."""
-    hoist: int = 8
+    hoist: CountOrZero = 8
     """A receive is posted up to this many compute actions before the action that needs it."""
     rank_order: str | list[str] = "paired"
     """Which worker is which rank: `paired`, `attn_first`, or a list of worker names such as `r0.A0.1`."""
@@ -57,51 +67,51 @@ class DisagMoEConfig:
 class CommConfig:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of tensor transfers; `auto`: nccl on CUDA, gloo otherwise. Row counts always travel over gloo."""
-    timeout_s: float = 300.0
+    timeout_s: Positive = 300.0
     """Longest wait on a peer before the run ends with an error that names the edge and the peer."""
-    heartbeat_timeout_s: float = 15.0
+    heartbeat_timeout_s: Positive = 15.0
     """A worker that shows no sign of life for this long counts as gone."""
     strict_order: bool = False
     """gloo: constant tags, so that a wrong order of transfers fails as it would on NCCL."""
-    imbalance_factor: float = 4.0
+    imbalance_factor: Annotated[float, Ge(1)] = 4.0
     """Memory is planned for this many times the average number of rows an F-worker receives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    steps: int = 100
+    steps: Count = 100
     """Optimizer steps."""
-    seq_len: int = 128
+    seq_len: Count = 128
     """Tokens a sample."""
-    global_batch_size: int = 16
+    global_batch_size: Count = 16
     """Samples an optimizer step, over all replicas."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of parameters and activations. Routers and the residual sums of returned rows are computed in float32."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveOrZero = 1.0
     """Global norm that gradients are clipped to; 0 turns clipping off."""
-    load_balance_coeff: float = 1e-3
+    load_balance_coeff: PositiveOrZero = 1e-3
     """Step of the aux-loss-free router bias; 0 turns the bias off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     name: Literal["AdamW", "SGD"] = "AdamW"
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.0
+    lr: PositiveOrZero = 1e-3
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Positive = 1e-8
+    weight_decay: PositiveOrZero = 0.1
+    momentum: Decay = 0.0
     """SGD only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedulerConfig:
-    warmup_steps: int = 10
-    decay_ratio: float = 0.0
+    warmup_steps: CountOrZero = 10
+    decay_ratio: Share = 0.0
     """Share of the steps, at the end, over which the learning rate decays; 0: none."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
-    min_lr_factor: float = 0.1
+    min_lr_factor: Share = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +131,16 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    log_freq: int = 1
+    log_freq: Count = 1
     """Steps between lines on the console and in the event files."""
     tensorboard: bool = True
-    timeline_step: int = 3
+    timeline_step: CountOrZero = 3
     """The step whose actions are written to `timeline.json`; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig:
-    seed: int = 0
+    seed: CountOrZero = 0
     deterministic: bool = False
     """torch.use_deterministic_algorithms."""
 
