@@ -1,0 +1,157 @@
+"""Grouped experts that compute in the dtype of their input, and fast on CPU.
+
+torchtitan's grouped experts cast to bfloat16, which hides errors that an exact test must see. These subclasses keep
+its parameters and its call, so that they replace it in a model config.
+
+Suffixes: E experts (the local ones of a shard), R rows sorted by expert, D model, F expert hidden, G = 2 F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, swiglu
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """`grouped_linear` as one matrix product an expert, without a graph node for each.
+
+    One node instead of E slices and products: on CPU with small experts the bookkeeping would cost more than the
+    arithmetic. Weight gradients are written into one buffer, zeros for experts without rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, counts: Sequence[int]
+    ) -> Tensor:
+        out_RO = x_RI.new_zeros(x_RI.shape[0], weight_EOI.shape[1])
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                rows = slice(start, start + count)
+                if bias_EO is None:
+                    torch.mm(x_RI[rows], weight_EOI[expert].t(), out=out_RO[rows])
+                else:
+                    torch.addmm(bias_EO[expert], x_RI[rows], weight_EOI[expert].t(), out=out_RO[rows])
+            start += count
+        ctx.save_for_backward(x_RI, weight_EOI)
+        ctx.counts, ctx.has_bias = counts, bias_EO is not None
+        return out_RO
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (grad_RO,) = grads
+        x_RI, weight_EOI = ctx.saved_tensors
+        grad_x = torch.zeros_like(x_RI) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight_EOI) if ctx.needs_input_grad[1] else None
+        grad_bias = weight_EOI.new_zeros(weight_EOI.shape[:2]) if ctx.has_bias else None
+        start = 0
+        for expert, count in enumerate(ctx.counts):
+            if count:
+                rows = slice(start, start + count)
+                if grad_x is not None:
+                    torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x[rows])
+                if grad_weight is not None:
+                    torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_weight[expert])
+                if grad_bias is not None:
+                    torch.sum(grad_RO[rows], dim=0, out=grad_bias[expert])
+            start += count
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _Groups:
+    """Rows of each expert, in the form that the device's kernel wants."""
+
+    def __init__(self, counts_E: Tensor, num_rows: int, dtype: torch.dtype) -> None:
+        self.num_rows = num_rows
+        self.counts_E = counts_E
+        # torch's grouped product on CUDA is for bfloat16; other dtypes are for tests, where the host may wait.
+        self.fused = counts_E.device.type == "cuda" and dtype == torch.bfloat16
+        self.counts: list[int] = [] if self.fused else counts_E.tolist()
+        self.offsets_E = torch.cumsum(counts_E, dim=0, dtype=torch.int32) if self.fused else None
+
+    def linear(self, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
+        """Row r of expert e: x_r weight_e^T + bias_e.
+
+        Rows past the last expert's are never part of a sum; in the output they are zero (fused kernel: undefined).
+        """
+        weight_EOI = weight_EOI.to(x_RI.dtype)
+        bias_EO = None if bias_EO is None else bias_EO.to(x_RI.dtype)
+        if not self.fused:
+            return _GroupedLinear.apply(x_RI, weight_EOI, bias_EO, self.counts)  # type: ignore[no-any-return]
+        assert self.offsets_E is not None
+        out_RO = torch._grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=self.offsets_E)
+        if bias_EO is None:
+            return out_RO
+        tail = (self.num_rows - self.offsets_E[-1:]).to(self.counts_E.dtype)
+        padded = torch.cat([bias_EO, bias_EO.new_zeros(1, bias_EO.shape[1])])
+        return out_RO + padded.repeat_interleave(
+            torch.cat([self.counts_E, tail]).long(), dim=0, output_size=self.num_rows
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class PortableGroupedExperts(GroupedExperts):
+    """w2 (silu(w1 x) * w3 x) for each expert."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """x_RD: rows sorted by expert, the first `num_tokens_per_expert_E[0]` of expert 0 and so on.
+
+        Returns [R, D] in the dtype of `x_RD`. Every parameter gets a gradient, zeros for experts without rows.
+        """
+        groups = _Groups(num_tokens_per_expert_E, x_RD.shape[0], x_RD.dtype)
+        gate_RF = groups.linear(x_RD, _local(self.w1_EFD))
+        up_RF = groups.linear(x_RD, _local(self.w3_EFD))
+        return groups.linear(F.silu(gate_RF) * up_RF, _local(self.w2_EDF))
+
+
+class PortableGptOssGroupedExperts(GptOssGroupedExperts):
+    """GPT-OSS's experts: interleaved, clamped gate and up rows, biases."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """As `PortableGroupedExperts.forward`."""
+        groups = _Groups(num_tokens_per_expert_E, x_RD.shape[0], x_RD.dtype)
+        h_RG = groups.linear(x_RD, _local(self.mlp1_weight_EGD), _local(self.mlp1_bias_EG))
+        h_RF = swiglu(h_RG, limit=self.swiglu_limit)
+        return groups.linear(h_RF, _local(self.mlp2_weight_EDF), _local(self.mlp2_bias_ED))
+
+
+def portable_experts(config: GroupedExperts.Config) -> GroupedExperts.Config:
+    """The portable counterpart of a torchtitan grouped-experts config, with the same fields.
+
+    Raises:
+        ValueError: an unknown kind of experts (e.g. quantised ones).
+    """
+    if isinstance(config, (PortableGroupedExperts.Config, PortableGptOssGroupedExperts.Config)):
+        return config
+    common: dict[str, Any] = {
+        "dim": config.dim,
+        "hidden_dim": config.hidden_dim,
+        "num_experts": config.num_experts,
+        "param_init": config.param_init,
+    }
+    if type(config) is GptOssGroupedExperts.Config:
+        return PortableGptOssGroupedExperts.Config(**common, swiglu_limit=config.swiglu_limit)
+    if type(config) is GroupedExperts.Config:
+        return PortableGroupedExperts.Config(**common)
+    raise ValueError(
+        f"experts {type(config).__qualname__}: only GroupedExperts and GptOssGroupedExperts have a portable form"
+    )
