@@ -1,0 +1,19 @@
+"""Schedules as data: made by a generator, lowered to sends and receives, proved by `validate`. Never imports torch."""
+
+from __future__ import annotations
+
+from disagmoe.schedules.actions import Action, Kind, Schedule
+from disagmoe.schedules.af_pipe import make_schedule
+from disagmoe.schedules.errors import ScheduleError
+from disagmoe.schedules.validate import peak_in_flight, peak_microbatches, validate
+
+__all__ = [
+    "Action",
+    "Kind",
+    "Schedule",
+    "ScheduleError",
+    "make_schedule",
+    "peak_in_flight",
+    "peak_microbatches",
+    "validate",
+]

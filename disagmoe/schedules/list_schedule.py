@@ -1,0 +1,182 @@
+"""Merge per-group preference orders of forwards and backwards into one static order, by dependencies.
+
+Closed formulas for pipeline orders ("w forwards, then one forward and one backward in turn") deadlock as soon as
+groups own different numbers of stages or micro-batches are few. So an order is *played* here on assumed costs: whenever
+a group is free, it takes the next forward or the next backward of its own two lists, if that one's inputs have
+arrived. What was played is by construction an order that completes.
+
+Costs only shape the order; the order holds for any costs. Forward and backward lists are fixed, so what can be tuned
+is where they are cut into rounds, how far forwards may run ahead in each group (`lead`), and the costs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagmoe.schedules.actions import Action, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Assumed durations, in any one unit; integers make the order independent of rounding."""
+
+    forward: tuple[float, ...]
+    """By stage."""
+    backward: tuple[float, ...]
+    """By stage."""
+    hop: float
+    """A transfer between two consecutive stages, hidden or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Which work a group prefers, and how much of it may be open at a time."""
+
+    rounds: tuple[range, ...]
+    """Consecutive ranges of micro-batches. A group finishes a round on one of its stages before it goes to the next
+    stage, and a round on all of its stages before it goes to the next round."""
+    lead: tuple[int, ...]
+    """By group: most forwards that may be ahead of backwards. Exceeded only where nothing else could go on."""
+    in_flight: int
+    """Most micro-batches between first forward and last backward, never exceeded. At least the longest round."""
+
+
+class ListSchedule:
+    """One play. All state is by group or by flat index stage * num_microbatches + microbatch."""
+
+    def __init__(self, group_of_stage: Sequence[int], num_groups: int, costs: Costs, policy: Policy) -> None:
+        self.group_of_stage = group_of_stage
+        self.num_groups = num_groups
+        self.num_stages = len(group_of_stage)
+        self.costs = costs
+        self.policy = policy
+        self.num_microbatches = policy.rounds[-1].stop
+        if policy.in_flight < max(len(r) for r in policy.rounds):
+            raise ValueError(
+                f"in_flight = {policy.in_flight}: a round of {max(len(r) for r in policy.rounds)} micro-batches could "
+                f"never be admitted; cut rounds no longer than in_flight"
+            )
+        size = self.num_stages * self.num_microbatches
+        self.forward_input = [False] * size
+        self.forward_input[: self.num_microbatches] = [True] * self.num_microbatches
+        self.output_gradient = [False] * size
+        self.forward_done = [False] * size
+        self.forwards = [self._order(g, backward=False) for g in range(num_groups)]
+        self.backwards = [self._order(g, backward=True) for g in range(num_groups)]
+        self.next_forward = [0] * num_groups
+        self.next_backward = [0] * num_groups
+        self.busy = [False] * num_groups
+        self.admitted = 0
+        self.retired = 0
+        self.orders: list[list[Action]] = [[] for _ in range(num_groups)]
+        self.events: list[tuple[float, int, int, int, int]] = []
+        self.makespan = 0.0
+
+    def _order(self, group: int, *, backward: bool) -> list[tuple[int, int]]:
+        """The (stage, microbatch) pairs of `group`: by round, then stage (last first in backward), then micro-batch."""
+        stages = [s for s, g in enumerate(self.group_of_stage) if g == group]
+        if backward:
+            stages.reverse()
+        return [(s, m) for microbatches in self.policy.rounds for s in stages for m in microbatches]
+
+    def play(self) -> tuple[tuple[Action, ...], ...]:
+        """The compute actions of each group, in order."""
+        todo = 2 * self.num_stages * self.num_microbatches
+        dirty = set(range(self.num_groups))
+        now = 0.0
+        while True:
+            for group in sorted(dirty):
+                todo -= self._decide(group, now)
+            if not todo:
+                break
+            if not self.events:
+                self._relieve(now)
+                todo -= 1
+            now = self.events[0][0]
+            dirty = set()
+            while self.events and self.events[0][0] == now:
+                dirty |= self._apply(self.events)
+        self.makespan = max((event[0] for event in self.events), default=now)
+        return tuple(tuple(order) for order in self.orders)
+
+    def _apply(self, events: list[tuple[float, int, int, int, int]]) -> set[int]:
+        """Pop one event: a group is free again, or a payload has arrived; returns the group concerned."""
+        _, what, group, stage, microbatch = heapq.heappop(events)
+        index = stage * self.num_microbatches + microbatch
+        if what == 0:
+            self.busy[group] = False
+        elif what == 1:
+            self.forward_input[index] = True
+        else:
+            self.output_gradient[index] = True
+        return {group}
+
+    def _forward_ready(self, group: int) -> bool:
+        position = self.next_forward[group]
+        if position == len(self.forwards[group]):
+            return False
+        stage, microbatch = self.forwards[group][position]
+        if stage == 0 and self.admitted - self.retired >= self.policy.in_flight:
+            return False
+        return self.forward_input[stage * self.num_microbatches + microbatch]
+
+    def _backward_ready(self, group: int) -> bool:
+        position = self.next_backward[group]
+        if position == len(self.backwards[group]):
+            return False
+        stage, microbatch = self.backwards[group][position]
+        index = stage * self.num_microbatches + microbatch
+        return self.forward_done[index] and (stage == self.num_stages - 1 or self.output_gradient[index])
+
+    def _decide(self, group: int, now: float) -> int:
+        """Start what `group` prefers among what is ready; returns the number of actions started."""
+        if self.busy[group]:
+            return 0
+        may_lead = self.next_forward[group] - self.next_backward[group] < self.policy.lead[group]
+        if may_lead and self._forward_ready(group):
+            self._start_forward(group, now)
+        elif self._backward_ready(group):
+            self._start_backward(group, now)
+        else:
+            return 0
+        return 1
+
+    def _relieve(self, now: float) -> None:
+        """Every group waits: let the earliest forward go ahead of its group's `lead`.
+
+        There is one: the first open forward of the oldest open round has its input, and can be admitted because no
+        younger round is admitted before it and `in_flight` holds a whole round. Without open forwards in that round,
+        its first open backward could go, and nobody would wait.
+        """
+        ready = [g for g in range(self.num_groups) if self._forward_ready(g)]
+        assert ready, "no group can go on: the preference orders contradict the dependencies"
+        group = min(ready, key=lambda g: self.forwards[g][self.next_forward[g]])
+        self._start_forward(group, now)
+
+    def _start_forward(self, group: int, now: float) -> None:
+        stage, microbatch = self.forwards[group][self.next_forward[group]]
+        self.next_forward[group] += 1
+        self.admitted += stage == 0
+        self.forward_done[stage * self.num_microbatches + microbatch] = True
+        self.orders[group].append(Action(Kind.FORWARD, stage, microbatch))
+        end = self._occupy(group, now + self.costs.forward[stage])
+        if stage + 1 < self.num_stages:
+            event = (end + self.costs.hop, 1, self.group_of_stage[stage + 1], stage + 1, microbatch)
+            heapq.heappush(self.events, event)
+
+    def _start_backward(self, group: int, now: float) -> None:
+        stage, microbatch = self.backwards[group][self.next_backward[group]]
+        self.next_backward[group] += 1
+        self.retired += stage == 0
+        self.orders[group].append(Action(Kind.FULL_BACKWARD, stage, microbatch))
+        end = self._occupy(group, now + self.costs.backward[stage])
+        if stage > 0:
+            event = (end + self.costs.hop, 2, self.group_of_stage[stage - 1], stage - 1, microbatch)
+            heapq.heappush(self.events, event)
+
+    def _occupy(self, group: int, until: float) -> float:
+        self.busy[group] = True
+        heapq.heappush(self.events, (until, 0, group, 0, 0))
+        return until
