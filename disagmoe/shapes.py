@@ -224,7 +224,7 @@ class ModelShape:
         return attention + experts + seq_len * self.head_flops
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward FLOPs a token at sequence length `seq_len`, causal pairs only; a training step takes three times it."""
+        """Forward FLOPs a token at sequence length `seq_len`, causal pairs only."""
         return self.flops_per_sequence(seq_len) / seq_len
 
     def row_bytes(self, bytes_per_element: int) -> int:

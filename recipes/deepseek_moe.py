@@ -60,7 +60,9 @@ SHAPES = {
 
 def build_config(flavor: str) -> Any:
     """torchtitan's model config of a flavor, put together from its Qwen3 block (plain attention without norms)."""
-    import disagmoe.models  # noqa: F401  # first: it prepares torchtitan
+    from disagmoe.models.titan import prepare_torchtitan
+
+    prepare_torchtitan()
 
     from torch import nn
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm

@@ -64,7 +64,9 @@ SHAPES = {
 
 def build_config(flavor: str) -> Any:
     """torchtitan's model config of a flavor; weights start as in torchtitan's own GPT-OSS configs."""
-    import disagmoe.models  # noqa: F401  # first: it prepares torchtitan
+    from disagmoe.models.titan import prepare_torchtitan
+
+    prepare_torchtitan()
 
     from torch import nn
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
@@ -103,9 +105,7 @@ def build_config(flavor: str) -> Any:
             qkv_linear=FusedQKVLinear.Config(
                 head_dim=attn.head_dim, n_heads=attn.num_heads, n_kv_heads=attn.num_kv_heads, wqkv=wqkv
             ),
-            wo=ScaledBiasRowwiseLinear.Config(
-                in_features=attn.out_dim, out_features=dim, bias=True, param_init=linear
-            ),
+            wo=ScaledBiasRowwiseLinear.Config(in_features=attn.out_dim, out_features=dim, bias=True, param_init=linear),
             inner_attention=make.get_attention_config("flex"),
             rope=rope,
             param_init={"sinks": init},

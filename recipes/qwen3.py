@@ -55,7 +55,9 @@ ROPE_THETA = {"debug": 1e4, "30B-A3B": 1e6, "235B-A22B": 5e6}
 
 def build_config(flavor: str) -> Any:
     """torchtitan's model config of a flavor; weights start as in torchtitan's own Qwen3 configs."""
-    import disagmoe.models  # noqa: F401  # first: it prepares torchtitan
+    from disagmoe.models.titan import prepare_torchtitan
+
+    prepare_torchtitan()
 
     from torch import nn
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm

@@ -65,9 +65,7 @@ class PortableAttention(Module):
         """
         q, k, v = (t.transpose(1, 2) for t in (q_BLHC, k_BLGC, v_BLGC))
         if out_transform is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
-            )
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
             return out.transpose(1, 2)
         out_BLHC, lse_BLH = _explicit_attention(q, k, v, attention_masks, scale or q.shape[-1] ** -0.5)
         return out_transform(out_BLHC.to(q_BLHC.dtype), lse_BLH)

@@ -28,9 +28,7 @@ class _GroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, counts: Sequence[int]
-    ) -> Tensor:
+    def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, counts: Sequence[int]) -> Tensor:
         out_RO = x_RI.new_zeros(x_RI.shape[0], weight_EOI.shape[1])
         start = 0
         for expert, count in enumerate(counts):
@@ -85,7 +83,7 @@ class _Groups:
         weight_EOI = weight_EOI.to(x_RI.dtype)
         bias_EO = None if bias_EO is None else bias_EO.to(x_RI.dtype)
         if not self.fused:
-            return _GroupedLinear.apply(x_RI, weight_EOI, bias_EO, self.counts)  # type: ignore[no-any-return]
+            return _GroupedLinear.apply(x_RI, weight_EOI, bias_EO, self.counts)
         assert self.offsets_E is not None
         out_RO = torch._grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=self.offsets_E)
         if bias_EO is None:

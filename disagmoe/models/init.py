@@ -54,9 +54,9 @@ def make_portable(
         raise ValueError(f"[training] load_balance_coeff = {load_balance_coeff}: must be at least 0 (0: no bias)")
     config = copy.deepcopy(model_config)
     for _, attn, _, _ in config.traverse(BaseAttention.Config):
-        attn.rope = dataclasses.replace(attn.rope, max_seq_len=seq_len)  # type: ignore[attr-defined]
+        attn.rope = dataclasses.replace(attn.rope, max_seq_len=seq_len)
         if attention:
-            attn.inner_attention = PortableAttention.Config()  # type: ignore[attr-defined]
+            attn.inner_attention = PortableAttention.Config()
     for _, moe, _, _ in config.traverse(MoE.Config):
         assert isinstance(moe, MoE.Config)
         moe.router = float32_router(moe.router)
@@ -130,7 +130,7 @@ def init_parameters(module: nn.Module, model_config: Decoder.Config, seed: int, 
     Raises:
         ValueError: a parameter without an initialiser or without storage, or experts beyond the config's number.
     """
-    total = {moe.num_experts for _, moe, _, _ in model_config.traverse(MoE.Config)}  # type: ignore[attr-defined]
+    total = {moe.num_experts for _, moe, _, _ in model_config.traverse(MoE.Config)}
     for name, owner, parameter, init in _own_parameters(module):
         if parameter.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: call materialize first")

@@ -107,9 +107,7 @@ class AttentionPart(nn.Module):
         """
         return None if self.stage.moe_layer is None else self.layers[str(self.stage.moe_layer)].moe
 
-    def forward(
-        self, hidden_or_tokens: Tensor, positions_BL: Tensor, masks: Masks
-    ) -> tuple[Tensor, Routing] | Tensor:
+    def forward(self, hidden_or_tokens: Tensor, positions_BL: Tensor, masks: Masks) -> tuple[Tensor, Routing] | Tensor:
         """One A-stage of one micro-batch.
 
         Args:
@@ -123,9 +121,9 @@ class AttentionPart(nn.Module):
         for index in self.stage.dense_layers:
             x_BLD = self.layers[str(index)](x_BLD, masks, positions_BL)
         if self.stage.moe_layer is not None:
-            return self.layers[str(self.stage.moe_layer)](x_BLD, positions_BL, masks)  # type: ignore[no-any-return]
+            return self.layers[str(self.stage.moe_layer)](x_BLD, positions_BL, masks)
         assert self.norm is not None and self.lm_head is not None
-        return self.lm_head(self.norm(x_BLD))  # type: ignore[no-any-return]
+        return self.lm_head(self.norm(x_BLD))
 
 
 class _RoutedShard(Module):
@@ -212,7 +210,7 @@ class ExpertPart(nn.Module):
         Returns: [R, D] in the rows' dtype. Rows, weights and every parameter get a gradient, zeros where nothing came.
         """
         half = self.layers[str(self.stage.moe_layer)]
-        return half(rows_RD, weights_Q, pair_row_Q, pair_expert_Q, primary_P)  # type: ignore[no-any-return]
+        return half(rows_RD, weights_Q, pair_row_Q, pair_expert_Q, primary_P)
 
 
 def build_attention_part(model_config: Decoder.Config, stage: Stage) -> AttentionPart:
