@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import types
 from collections.abc import Sequence
 from functools import cache
@@ -10,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from disagmoe.config.errors import did_you_mean, nearest
+from disagmoe.config import schema
+from disagmoe.config.errors import did_you_mean, nearest, show
 from disagmoe.config.schema import Config
 
 TOP_LEVEL = ("dump_folder",)
@@ -106,3 +109,34 @@ def _describe_bound(bound: object) -> str:
 
 _SINGULAR = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
 _PLURAL = {int: "integers", float: "numbers", str: "strings"}
+
+
+def describe_keys(section: str | None = None) -> str:
+    """All keys, or those of one section, as text: name, default, what it takes, what it is for."""
+    lines: list[str] = []
+    for field in dataclasses.fields(Config):
+        hint = get_type_hints(Config)[field.name]
+        if field.name in TOP_LEVEL or section not in (None, field.name):
+            continue
+        lines += [f"[{field.name}]"]
+        texts = _docstrings()[hint.__name__]
+        for key in dataclasses.fields(hint):
+            full = f"{field.name}.{key.name}"
+            default = "required" if key.default is dataclasses.MISSING else f"default {show(key.default)}"
+            lines += [f"  {key.name} ({default}): {rule_of(fields()[full])}."]
+            lines += [f"      {line}" for line in texts.get(key.name, "").splitlines()]
+        lines += [""]
+    return "\n".join(lines).rstrip()
+
+
+@cache
+def _docstrings() -> dict[str, dict[str, str]]:
+    """The string under each field of the schema, by class and field; the interpreter does not keep them."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            texts = found[node.name] = {}
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    texts[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(text.value))
+    return found

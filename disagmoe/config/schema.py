@@ -55,6 +55,8 @@ class DisagMoEConfig:
     """Most micro-batches between their first forward and their last backward; 0: what the schedule wants."""
     hoist: CountOrZero = 8
     """A receive is posted up to this many compute actions before the action that needs it."""
+    send_after: Annotated[int, Ge(0), Le(1)] = 0
+    """1: a transfer is sent after the compute action that follows its maker, so that on CUDA no launch waits for it."""
     rank_order: str | list[str] = "paired"
     """Which worker is which rank: `paired`, `attn_first`, or a list of worker names such as `r0.A0.1`."""
     colocate: bool = False
