@@ -91,7 +91,7 @@ def report(plan: Plan, *, processes_per_node: int | None = None) -> str:
             f"layout    one process trains the unsplit model; parameters, gradients and optimizer take {state}"
         )
         return "\n".join(lines)
-    lines += [f"layout    {describe_world_size(config)} processes".replace("the layout needs ", ""), ""]
+    lines += [f"layout    {describe_world_size(config).removeprefix('the layout needs ')}", ""]
     lines += _worker_lines(plan, processes_per_node)
     lines += ["", *_schedule_lines(plan.schedule, plan.layout)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What every process of a run executes: `torchrun ... -m disagmoe.train --config-file=FILE [--section.key=value ...]`."""
+"""What torchrun starts: `python -m disagmoe.train --config-file=FILE [--section.key=value ...]` on every process."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if os.environ["LOCAL_RANK"] == "0":  # the same on all processes of a node
                 print(error, file=sys.stderr, flush=True)
             return 2
+        # Imported here: torch takes seconds, and a bad configuration should not have to wait for it.
+        from torch.distributed.elastic.multiprocessing.errors import record
+
         from disagmoe.trainer import train
 
-        train(resolved)
+        record(train)(resolved)  # so that torchrun's summary shows the error of whichever process failed first
     return 0
 
 

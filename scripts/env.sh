@@ -33,11 +33,13 @@ print(*missing)
 PY
 }
 
-# install PYTHON EXTRA: this tree, editable, with its requirements.
+# install PYTHON EXTRA: this tree, editable, with its requirements; without a line for each that is there already.
 install() {
+    local line
     "$1" -m pip --version >/dev/null 2>&1 || die "$1 has no pip; install it (python3 -m ensurepip) and start again"
     # From the root and by a relative path, because pip reads [ and ] in a path as extras.
-    (cd "$ROOT" && "$1" -m pip install --disable-pip-version-check --editable ".${2:+[$2]}" >&2) ||
+    (cd "$ROOT" && "$1" -m pip install --disable-pip-version-check --editable ".${2:+[$2]}") |
+        while read -r line; do [[ $line == "Requirement already"* ]] || echo "$line"; done >&2 ||
         die "the installation failed (see above); nothing was started"
 }
 

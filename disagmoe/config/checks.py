@@ -288,14 +288,14 @@ def find_launch_problems(resolved: ResolvedConfig, launch: Launch) -> Iterator[P
 
 
 def describe_world_size(config: Config) -> str:
-    """E.g. `the layout needs 4 = replicas 1 x (attn_depth 1 x attn_workers 2 + ffn_depth 1 x ffn_workers 2)`."""
+    """In words, e.g. `the layout needs 3 processes = replicas 1 x (attn_depth 1 x attn_workers 2 + ...)`."""
     part = config.disagmoe
     if config.parallelism.mode == "none":
         return 'parallelism.mode = "none" trains in 1 process'
     world_size = build_layout(config).world_size
     if part.colocate:
-        return f"the layout needs {world_size} = replicas {part.replicas}, one process each (disagmoe.colocate = true)"
+        return f"the layout needs {world_size} processes, one a replica (disagmoe.colocate = true)"
     return (
-        f"the layout needs {world_size} = replicas {part.replicas} x (attn_depth {part.attn_depth} x attn_workers "
-        f"{part.attn_workers} + ffn_depth {part.ffn_depth} x ffn_workers {part.ffn_workers})"
+        f"the layout needs {world_size} processes = replicas {part.replicas} x (attn_depth {part.attn_depth} x "
+        f"attn_workers {part.attn_workers} + ffn_depth {part.ffn_depth} x ffn_workers {part.ffn_workers})"
     )
