@@ -68,22 +68,22 @@ class PortableAttention(Module):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
             return out.transpose(1, 2)
         out_BLHC, lse_BLH = _explicit_attention(q, k, v, attention_masks, scale or q.shape[-1] ** -0.5)
-        return out_transform(out_BLHC.to(q_BLHC.dtype), lse_BLH)
+        return out_transform(out_BLHC, lse_BLH)
 
 
 def _explicit_attention(
     q_BHLC: Tensor, k_BGLC: Tensor, v_BGLC: Tensor, mask_B1LL: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention with its log-sum-exp, both float32: ([B, L, H, C], [B, L, H])."""
+    """Softmax attention and its log-sum-exp in float32: ([B, L, H, C] in the dtype of v, [B, L, H])."""
     B, H, L, C = q_BHLC.shape
     G = k_BGLC.shape[1]
-    q = q_BHLC.reshape(B, G, H // G * L, C)
-    scores = (q @ k_BGLC.transpose(-2, -1)).float().view(B, G, H // G, L, L) * scale
-    scores = scores.masked_fill(~mask_B1LL.unsqueeze(2), float("-inf"))
+    hidden_B1LL = torch.zeros(mask_B1LL.shape, device=mask_B1LL.device).masked_fill(~mask_B1LL, float("-inf"))
+    q = (q_BHLC * scale).reshape(B, G, H // G * L, C)
+    scores = (q @ k_BGLC.transpose(-2, -1)).float().view(B, G, H // G, L, L) + hidden_B1LL.unsqueeze(2)
     lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.unsqueeze(-1)).view(B, G, H // G * L, L)
+    weights = torch.softmax(scores, dim=-1).view(B, G, H // G * L, L)
     out = (weights.to(v_BGLC.dtype) @ v_BGLC).view(B, H, L, C)
-    return out.transpose(1, 2).float(), lse.view(B, H, L).transpose(1, 2)
+    return out.transpose(1, 2), lse.view(B, H, L).transpose(1, 2)
 
 
 def document_causal_mask(positions_BL: Tensor, window: int | None = None) -> Tensor:

@@ -29,16 +29,16 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, counts: Sequence[int]) -> Tensor:
-        out_RO = x_RI.new_zeros(x_RI.shape[0], weight_EOI.shape[1])
+        out_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
         start = 0
         for expert, count in enumerate(counts):
-            if count:
-                rows = slice(start, start + count)
-                if bias_EO is None:
-                    torch.mm(x_RI[rows], weight_EOI[expert].t(), out=out_RO[rows])
-                else:
-                    torch.addmm(bias_EO[expert], x_RI[rows], weight_EOI[expert].t(), out=out_RO[rows])
+            rows = slice(start, start + count)
             start += count
+            if bias_EO is None:
+                torch.mm(x_RI[rows], weight_EOI[expert].t(), out=out_RO[rows])
+            else:
+                torch.addmm(bias_EO[expert], x_RI[rows], weight_EOI[expert].t(), out=out_RO[rows])
+        out_RO[start:].zero_()
         ctx.save_for_backward(x_RI, weight_EOI)
         ctx.counts, ctx.has_bias = counts, bias_EO is not None
         return out_RO
@@ -47,20 +47,21 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (grad_RO,) = grads
         x_RI, weight_EOI = ctx.saved_tensors
-        grad_x = torch.zeros_like(x_RI) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight_EOI) if ctx.needs_input_grad[1] else None
-        grad_bias = weight_EOI.new_zeros(weight_EOI.shape[:2]) if ctx.has_bias else None
+        grad_x = torch.empty_like(x_RI) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight_EOI) if ctx.needs_input_grad[1] else None
+        grad_bias = weight_EOI.new_empty(weight_EOI.shape[:2]) if ctx.has_bias else None
         start = 0
         for expert, count in enumerate(ctx.counts):
-            if count:
-                rows = slice(start, start + count)
-                if grad_x is not None:
-                    torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x[rows])
-                if grad_weight is not None:
-                    torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_weight[expert])
-                if grad_bias is not None:
-                    torch.sum(grad_RO[rows], dim=0, out=grad_bias[expert])
+            rows = slice(start, start + count)
             start += count
+            if grad_x is not None:
+                torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x[rows])
+            if grad_weight is not None:
+                torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_weight[expert])
+            if grad_bias is not None:
+                torch.sum(grad_RO[rows], dim=0, out=grad_bias[expert])
+        if grad_x is not None:
+            grad_x[start:].zero_()
         return grad_x, grad_weight, grad_bias, None
 
 
