@@ -44,6 +44,13 @@ class MetricsLogger:
         self._folder = Path(folder)
         self._enabled = enabled
         self._tensorboard = tensorboard
+        self._writer_class: Any = None
+        if enabled and tensorboard:
+            # Imported here, not above: other ranks, and runs without event files, must not pay for it. And not at the
+            # first `log`, which would make the second step look slow.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer_class = SummaryWriter
         self._num_steps = num_steps
         self._log_freq = log_freq
         self._stream = stream
@@ -91,13 +98,10 @@ class MetricsLogger:
         drop_steps_from(path, first_step)
         self._file = path.open("a", encoding="utf-8")
         if self._tensorboard:
-            # Imported here: other ranks, and runs without event files, must not pay for it.
-            from torch.utils.tensorboard import SummaryWriter
-
             folder = self._folder / "tb"
             continued = folder.is_dir() and any(folder.iterdir())
             # `purge_step` makes readers drop what earlier files hold of this step and later ones.
-            self._writer = SummaryWriter(str(folder), purge_step=first_step if continued else None)
+            self._writer = self._writer_class(str(folder), purge_step=first_step if continued else None)
 
     def _write_events(self, step: int, plain: Mapping[str, Any]) -> None:
         if self._writer is None:
