@@ -1,8 +1,7 @@
 """AF-Pipe's schedules *plain* and *deep* (paper section 3.2; DESIGN: "Schedule and runtime").
 
-The p_A + p_F groups form a ring: A0 F0 A1 F1 ... A0 F0 ... Micro-batches go round it in rounds: a group runs all
-micro-batches of a round on one of its stages before it goes to its next stage. Once the first gradient is back, a
-group takes one forward and one backward in turn.
+The p_A + p_F groups form a ring: A0 F0 A1 F1 ... A0 F0 ... Micro-batches go round it in rounds, and once the first
+gradient is back, a group takes one forward and one backward in turn.
 
 *plain* is interleaved 1F1B over the groups: a round has G = p_A + p_F micro-batches, just enough to keep a group busy
 while the first one goes round the ring *if transfers take no time*. With a transfer time of c a hop, each turn of
@@ -11,14 +10,21 @@ the ring ends G c late while the pipeline fills, and again while it drains.
 *deep* has rounds of 2 G, so that a turn has G (f + c) of time for G hops as long as c < f: one transfer hides behind
 every forward. What remains is the fill and drain of the ring itself, (2p - 1)(3f + 2c) for p_A = p_F = p. The price
 is warm-up twice as long, and about 4p micro-batches of activations instead of about 2p.
+
+Forwards are wanted in the order of a *wave*: micro-batch i of a round of R reaches layer l at time l R + i max(p_A,
+p_F), where a layer on the role with d groups takes d units of time (all groups are equally loaded then). With p_A =
+p_F this is the usual order, a whole round on a group's one stage before the next. With p_A != p_F it is not: one
+A-group before three F-groups must interleave three layers to keep all three busy. For coprime depths and R = p_A +
+p_F the wave gives every group exactly one action at a time. Backwards are wanted in the mirror image of the wave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from disagmoe.layout import Layout, Stage, build_stages, split_evenly
-from disagmoe.schedules.actions import Schedule
+from disagmoe.schedules.actions import Action, Schedule
 from disagmoe.schedules.list_schedule import Costs, ListSchedule, Policy
 from disagmoe.schedules.lower import lower
 from disagmoe.schedules.validate import validate
@@ -26,7 +32,7 @@ from disagmoe.schedules.validate import validate
 ROUND_FACTOR = {"plain": 1, "deep": 2}
 """Length of a round in units of p_A + p_F micro-batches."""
 ASSUMED_HOP = {"plain": 1, "deep": 2}
-"""Transfer time a hop assumed while merging, in units of half a group's average forward (see `assumed_costs`)."""
+"""Transfer time a hop assumed while merging, in halves of an average forward (see `assumed_costs`)."""
 
 
 def make_schedule(
@@ -43,7 +49,7 @@ def make_schedule(
 
     name: `plain` or `deep`.
     in_flight: most micro-batches between first forward and last backward; 0: as many as the schedule likes. Rounds
-        are cut to this length, so that any number >= 1 completes.
+        are cut to fit, so that any number >= 1 completes.
     hoist, send_after: see `lower`.
     Raises ValueError for a value out of range. Works for any depths, layers and number of micro-batches.
     """
@@ -55,14 +61,15 @@ def make_schedule(
         raise ValueError(f"in_flight = {in_flight}: must be at least 1 (a micro-batch), or 0 for the schedule's own")
     stages = build_stages(layout, is_moe_layer)
     group_of_stage = tuple(layout.pipeline_group(stage.role, stage.group) for stage in stages)
-    rounds = cut_rounds(layout, name=name, num_microbatches=num_microbatches, in_flight=in_flight)
-    policy = Policy(
-        rounds=rounds,
-        lead=tuple(_lead(group, group_of_stage, rounds) for group in range(layout.num_groups)),
+    compute = best_order(
+        layout,
+        stages,
+        group_of_stage,
+        list(candidate_waves(layout, name=name, num_microbatches=num_microbatches, in_flight=in_flight)),
+        name=name,
         in_flight=in_flight or num_microbatches,
     )
-    costs = assumed_costs(layout, stages, hop=ASSUMED_HOP[name])
-    compute = ListSchedule(group_of_stage, layout.num_groups, costs, policy).play()
+    programs = lower(compute, stages=stages, group_of_stage=group_of_stage, hoist=hoist, send_after=send_after)
     schedule = Schedule(
         name=name,
         num_microbatches=num_microbatches,
@@ -70,30 +77,114 @@ def make_schedule(
         group_of_stage=group_of_stage,
         num_groups=layout.num_groups,
         compute=compute,
-        programs=lower(compute, stages=stages, group_of_stage=group_of_stage, hoist=hoist, send_after=send_after),
+        programs=programs,
     )
     validate(schedule, in_flight=in_flight)
     return schedule
 
 
-def cut_rounds(layout: Layout, *, name: str, num_microbatches: int, in_flight: int) -> tuple[range, ...]:
-    """Equal rounds (sizes differ by at most one), no longer than the schedule's round and than `in_flight`."""
-    longest = ROUND_FACTOR[name] * (layout.attn_depth + layout.ffn_depth)
-    if in_flight:
-        longest = min(longest, in_flight)
-    return tuple(split_evenly(num_microbatches, -(-num_microbatches // longest)))
+@dataclass(frozen=True, kw_only=True)
+class Wave:
+    """How micro-batches are cut into rounds, and whether the next round may start before this one's last forwards."""
+
+    rounds: tuple[range, ...]
+    overlap: bool
 
 
-def _lead(group: int, group_of_stage: Sequence[int], rounds: Sequence[range]) -> int:
-    """Forwards that `group` runs before its first backward, plus one.
+def candidate_waves(layout: Layout, *, name: str, num_microbatches: int, in_flight: int) -> Iterator[Wave]:
+    """The waves worth playing, the usual one first. All complete within `in_flight` (0: any number).
 
-    As in interleaved 1F1B: a whole round on each of its stages but the last, and two for every hop from its last
-    stage to the end of the pipeline (one while the forward goes there, one while the gradient comes back).
+    Rounds are of equal length, differing by at most one: *plain* has none shorter than G (a short one would stall
+    the ring), *deep* none longer than 2 G (memory). A round must fit into `in_flight`; half as long, the next one can
+    fill the pipeline while it drains. Rounds that overlap need room for three and only help unequal depths.
     """
-    own = [stage for stage, owner in enumerate(group_of_stage) if owner == group]
-    if not own:
-        return 1
-    return (len(own) - 1) * len(rounds[0]) + 2 * (len(group_of_stage) - 1 - own[-1]) + 1
+    round_length = ROUND_FACTOR[name] * (layout.attn_depth + layout.ffn_depth)
+    cap = in_flight or num_microbatches
+    fewest = num_microbatches // round_length
+    counts = [max(1, fewest) if name == "plain" else -(-num_microbatches // round_length)]
+    if in_flight and cap < 2 * round_length:
+        longest = cap if name == "plain" else min(cap, round_length)
+        counts += [-(-num_microbatches // max(1, length)) for length in (longest, cap // 2, cap // 3)]
+    for count in dict.fromkeys(counts):
+        rounds = tuple(split_evenly(num_microbatches, count))
+        longest = len(rounds[0])
+        if longest > cap:
+            continue
+        yield Wave(rounds=rounds, overlap=False)
+        if layout.attn_depth != layout.ffn_depth and count > 1 and (not in_flight or 3 * longest <= cap):
+            yield Wave(rounds=rounds, overlap=True)
+
+
+def best_order(
+    layout: Layout,
+    stages: Sequence[Stage],
+    group_of_stage: Sequence[int],
+    waves: Sequence[Wave],
+    *,
+    name: str,
+    in_flight: int,
+) -> tuple[tuple[Action, ...], ...]:
+    """Play every wave on assumed costs and keep the order that ends first; the first of equals."""
+    costs = assumed_costs(layout, stages, hop=ASSUMED_HOP[name])
+    best: ListSchedule | None = None
+    for wave in waves:
+        policy = wave_policy(layout, group_of_stage, wave, name=name, in_flight=in_flight)
+        played = ListSchedule(group_of_stage, layout.num_groups, costs, policy).play()
+        if played.lead != policy.lead:
+            # Everybody has waited until some lead was raised. Known from the start, it costs no time.
+            policy = replace(policy, lead=played.lead)
+            played = ListSchedule(group_of_stage, layout.num_groups, costs, policy).play()
+        if best is None or played.makespan < best.makespan:
+            best = played
+    assert best is not None, "no wave fits into in_flight, although rounds of one micro-batch always do"
+    return tuple(tuple(order) for order in best.orders)
+
+
+def wave_policy(layout: Layout, group_of_stage: Sequence[int], wave: Wave, *, name: str, in_flight: int) -> Policy:
+    """Orders and warm-up of one wave. Times are integers: units of 1 / `scale` of a layer's share of a round."""
+    scale = 4 * (layout.attn_depth + layout.ffn_depth)
+    num_stages, num_layers = len(group_of_stage), len(group_of_stage) // 2
+    slot = scale * max(layout.attn_depth, layout.ffn_depth)
+    # Where in its layer's turn an F-stage starts: after the A-stage, and after half of what deep adds to a turn.
+    half_layer = 4 * layout.attn_depth if name == "plain" else 2 * layout.attn_depth + scale // 4
+
+    def arrival(stage: int, length: int) -> int:
+        """Time from a round's start to the arrival of its first micro-batch at `stage`."""
+        return length * (stage // 2 * scale + stage % 2 * half_layer)
+
+    longest = len(wave.rounds[0])
+    span = arrival(num_stages - 1, longest) + slot * (longest - 1) + 1
+    forwards: list[tuple[int, int, int, int]] = []
+    backwards: list[tuple[int, int, int, int]] = []
+    start = 0
+    for index, microbatches in enumerate(wave.rounds):
+        length, order = len(microbatches), 0 if wave.overlap else index
+        for stage in range(num_stages):
+            forward = start + arrival(stage, length)
+            backward = start + arrival(num_stages - 1, length) - arrival(stage, length)
+            for i, microbatch in enumerate(microbatches):
+                forwards.append((order, forward + i * slot, stage, microbatch))
+                backwards.append((order, backward + i * slot, -stage, microbatch))
+        # At most two rounds overlap in each direction: three in flight (see `candidate_waves`).
+        start += max(length * num_layers * scale, -(-span // 2))
+    # Forwards before the first backward, plus one: those of the wave until the first micro-batch reaches the last
+    # stage (deep, whose wave takes two slots a hop), and while its gradient comes back (plain, one slot a hop each
+    # way). With p_A = p_F: a round on each stage but the last, and two a hop from there to the pipeline's end.
+    full_round = ROUND_FACTOR[name] * (layout.attn_depth + layout.ffn_depth)
+    ways = 2 if name == "plain" else 1
+    until = [0] * layout.num_groups
+    for stage, group in enumerate(group_of_stage):
+        to_end = arrival(num_stages - 1, full_round) - arrival(stage, full_round)
+        until[group] = arrival(stage, longest) + ways * to_end
+    lead = [0] * layout.num_groups
+    for _, time, stage, _ in forwards:
+        lead[group_of_stage[stage]] += time <= until[group_of_stage[stage]]
+    return Policy(
+        forwards=[(stage, microbatch) for _, _, stage, microbatch in sorted(forwards)],
+        backwards=[(-stage, microbatch) for _, _, stage, microbatch in sorted(backwards)],
+        lead=[max(1, count) for count in lead],
+        in_flight=in_flight,
+    )
 
 
 def assumed_costs(layout: Layout, stages: Sequence[Stage], *, hop: int) -> Costs:

@@ -58,7 +58,7 @@ def input_of(action: Action, num_stages: int) -> Message | None:
 
 
 def output_of(action: Action, num_stages: int) -> Message | None:
-    """The message that the compute `action` makes. Input gradients leave after BACKWARD_INPUT when backward is split."""
+    """The message that the compute `action` makes; of a split backward, BACKWARD_INPUT makes it."""
     kind, stage, microbatch = action
     if kind is Kind.FORWARD:
         return Message(False, stage + 1, microbatch) if stage < num_stages - 1 else None

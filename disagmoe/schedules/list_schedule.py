@@ -34,13 +34,16 @@ class Costs:
 class Policy:
     """Which work a group prefers, and how much of it may be open at a time."""
 
-    rounds: tuple[range, ...]
-    """Consecutive ranges of micro-batches. A group finishes a round on one of its stages before it goes to the next
-    stage, and a round on all of its stages before it goes to the next round."""
-    lead: tuple[int, ...]
-    """By group: most forwards that may be ahead of backwards. Exceeded only where nothing else could go on."""
+    forwards: Sequence[tuple[int, int]]
+    """All (stage, microbatch) in the order in which forwards are wanted, a stage after the one before it. A group
+    takes its own ones in this order."""
+    backwards: Sequence[tuple[int, int]]
+    """The same for backwards, a stage after the one behind it."""
+    lead: list[int]
+    """By group: most forwards that may be ahead of backwards, raised where nothing else could go on."""
     in_flight: int
-    """Most micro-batches between first forward and last backward, never exceeded. At least the longest round."""
+    """Most micro-batches between first forward and last backward, never exceeded. The forward order must allow it: the
+    micro-batches admitted before some forward, less those that can retire without that forward, are never more."""
 
 
 class ListSchedule:
@@ -52,19 +55,21 @@ class ListSchedule:
         self.num_stages = len(group_of_stage)
         self.costs = costs
         self.policy = policy
-        self.num_microbatches = policy.rounds[-1].stop
-        if policy.in_flight < max(len(r) for r in policy.rounds):
-            raise ValueError(
-                f"in_flight = {policy.in_flight}: a round of {max(len(r) for r in policy.rounds)} micro-batches could "
-                f"never be admitted; cut rounds no longer than in_flight"
-            )
-        size = self.num_stages * self.num_microbatches
+        size = len(policy.forwards)
+        self.num_microbatches = size // self.num_stages
         self.forward_input = [False] * size
         self.forward_input[: self.num_microbatches] = [True] * self.num_microbatches
         self.output_gradient = [False] * size
         self.forward_done = [False] * size
-        self.forwards = [self._order(g, backward=False) for g in range(num_groups)]
-        self.backwards = [self._order(g, backward=True) for g in range(num_groups)]
+        self.forwards: list[list[tuple[int, int]]] = [[] for _ in range(num_groups)]
+        self.backwards: list[list[tuple[int, int]]] = [[] for _ in range(num_groups)]
+        self.rank: list[list[int]] = [[] for _ in range(num_groups)]
+        for rank, (stage, microbatch) in enumerate(policy.forwards):
+            self.forwards[group_of_stage[stage]].append((stage, microbatch))
+            self.rank[group_of_stage[stage]].append(rank)
+        for stage, microbatch in policy.backwards:
+            self.backwards[group_of_stage[stage]].append((stage, microbatch))
+        self.lead = list(policy.lead)
         self.next_forward = [0] * num_groups
         self.next_backward = [0] * num_groups
         self.busy = [False] * num_groups
@@ -74,15 +79,8 @@ class ListSchedule:
         self.events: list[tuple[float, int, int, int, int]] = []
         self.makespan = 0.0
 
-    def _order(self, group: int, *, backward: bool) -> list[tuple[int, int]]:
-        """The (stage, microbatch) pairs of `group`: by round, then stage (last first in backward), then micro-batch."""
-        stages = [s for s, g in enumerate(self.group_of_stage) if g == group]
-        if backward:
-            stages.reverse()
-        return [(s, m) for microbatches in self.policy.rounds for s in stages for m in microbatches]
-
-    def play(self) -> tuple[tuple[Action, ...], ...]:
-        """The compute actions of each group, in order."""
+    def play(self) -> ListSchedule:
+        """Play to the end and return self: `orders` (by group), `makespan` and `lead` hold the result."""
         todo = 2 * self.num_stages * self.num_microbatches
         dirty = set(range(self.num_groups))
         now = 0.0
@@ -99,7 +97,7 @@ class ListSchedule:
             while self.events and self.events[0][0] == now:
                 dirty |= self._apply(self.events)
         self.makespan = max((event[0] for event in self.events), default=now)
-        return tuple(tuple(order) for order in self.orders)
+        return self
 
     def _apply(self, events: list[tuple[float, int, int, int, int]]) -> set[int]:
         """Pop one event: a group is free again, or a payload has arrived; returns the group concerned."""
@@ -134,7 +132,7 @@ class ListSchedule:
         """Start what `group` prefers among what is ready; returns the number of actions started."""
         if self.busy[group]:
             return 0
-        may_lead = self.next_forward[group] - self.next_backward[group] < self.policy.lead[group]
+        may_lead = self.next_forward[group] - self.next_backward[group] < self.lead[group]
         if may_lead and self._forward_ready(group):
             self._start_forward(group, now)
         elif self._backward_ready(group):
@@ -144,15 +142,15 @@ class ListSchedule:
         return 1
 
     def _relieve(self, now: float) -> None:
-        """Every group waits: let the earliest forward go ahead of its group's `lead`.
+        """Every group waits: let the first open forward go ahead, and raise its group's `lead` for good.
 
-        There is one: the first open forward of the oldest open round has its input, and can be admitted because no
-        younger round is admitted before it and `in_flight` holds a whole round. Without open forwards in that round,
-        its first open backward could go, and nobody would wait.
+        It has its input, because all forwards before it are done. It can be admitted: otherwise one of the
+        micro-batches in flight could retire without it (see `Policy.in_flight`), and a backward would be ready.
         """
         ready = [g for g in range(self.num_groups) if self._forward_ready(g)]
         assert ready, "no group can go on: the preference orders contradict the dependencies"
-        group = min(ready, key=lambda g: self.forwards[g][self.next_forward[g]])
+        group = min(ready, key=lambda g: self.rank[g][self.next_forward[g]])
+        self.lead[group] += 1
         self._start_forward(group, now)
 
     def _start_forward(self, group: int, now: float) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from disagmoe.layout import Stage
-from disagmoe.schedules.actions import Action
+from disagmoe.schedules.actions import Action, Kind
 from disagmoe.schedules.dependencies import EdgeKey, Message, edge_of, input_of, message_of, output_of
 from disagmoe.schedules.errors import ScheduleError
 
@@ -33,7 +33,8 @@ def lower(
     A send follows the action that makes its payload (`send_after` = 0), or the group's next compute action
     (`send_after` = 1: on CUDA the host then launches that one before it handles the transfer), unless that action
     could never start without the send. A receive is posted `hoist` compute actions before the one that waits for it,
-    or before a receive that its edge's order puts behind it, and earlier still where blocking sends would deadlock.
+    or before a receive that its edge's order puts behind it, and earlier still where blocking sends would deadlock;
+    but a gradient's receive never before the stage's forward of that micro-batch, which alone knows its size.
     """
     if hoist < 0:
         raise ValueError(f"hoist = {hoist}: must be 0 (post a receive where it is needed) or more")
@@ -139,6 +140,7 @@ class _ReceivePlacement:
     def _plan(self, hoist: int) -> None:
         """`due[group][i]`: the receives to post before compute action i, per edge in the order of the sends."""
         needed_at: dict[Message, int] = {}
+        forward_at: dict[tuple[int, int], int] = {}
         self.due = []
         for program in self.source:
             compute = [action for action in program if action.kind.is_compute]
@@ -146,6 +148,8 @@ class _ReceivePlacement:
                 needed = input_of(action, self.num_stages)
                 if needed is not None:
                     needed_at[needed] = index
+                if action.kind is Kind.FORWARD:
+                    forward_at[action.stage, action.microbatch] = index
             self.due.append([[] for _ in compute])
         by_edge: dict[EdgeKey, list[Message]] = {}
         for program in self.source:
@@ -158,8 +162,12 @@ class _ReceivePlacement:
             for message in reversed(messages):
                 latest = min(latest, needed_at[message])
                 self.deadline[message] = latest
+            place = 0
             for message in messages:
-                self.due[key.receiving_group][max(0, self.deadline[message] - hoist)].append(message)
+                place = max(place, self.deadline[message] - hoist)
+                if message.receive.kind is Kind.RECV_B:
+                    place = max(place, forward_at[message.stage, message.microbatch] + 1)
+                self.due[key.receiving_group][place].append(message)
         for due_of_group in self.due:
             for due in due_of_group:
                 due.sort(key=lambda message: self.deadline[message])

@@ -20,7 +20,6 @@ from disagmoe.schedules.dependencies import (
     group_name,
     input_of,
     message_of,
-    output_of,
 )
 from disagmoe.schedules.errors import ScheduleError
 
@@ -225,7 +224,7 @@ def peak_microbatches(schedule: Schedule) -> int:
 
 
 def _peak(compute: Sequence[Action], stage: int | None) -> int:
-    """Most activations of `stage` (None: of all stages) alive at a time. A split backward frees with its weight half."""
+    """Most activations of `stage` (None: of all) alive at a time. A split backward frees with its weight half."""
     alive = peak = 0
     for action in compute:
         if stage is not None and action.stage != stage:
