@@ -246,3 +246,24 @@ def stage_edge(stage: Stage, *, backward: bool = False) -> Edge | None:
     if (stage.has_head and not backward) or (stage.index == 0 and backward):
         return None
     return Edge.M2N if stage.role is Role.ATTN else Edge.N2M
+
+
+def owned_samples(
+    layout: Layout, *, global_batch_size: int, microbatches: int, replica: int, worker_index: int
+) -> list[range]:
+    """Which samples of a step an A-worker owns, by micro-batch, as indices into the global batch.
+
+    The batch is cut evenly by replica, a replica's share by micro-batch, a micro-batch by worker; slices may be uneven,
+    and empty where there are fewer samples than workers. Worker i of *every* A-group of a replica owns the same slice.
+
+    >>> layout = Layout(attn_depth=1, ffn_depth=1, attn_workers=3, ffn_workers=1)
+    >>> owned_samples(layout, global_batch_size=8, microbatches=2, replica=0, worker_index=0)
+    [range(0, 2), range(4, 6)]
+    """
+    share = split_evenly(global_batch_size, layout.replicas)[replica]
+    owned = []
+    for microbatch in split_evenly(len(share), microbatches):
+        part = split_evenly(len(microbatch), layout.attn_workers)[worker_index]
+        start = share.start + microbatch.start
+        owned.append(range(start + part.start, start + part.stop))
+    return owned

@@ -42,7 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from disagmoe.trainer import train
 
-        record(train)(resolved)  # so that torchrun's summary shows the error of whichever process failed first
+        try:
+            record(train)(resolved)  # so that torchrun's summary shows the error of whichever process failed first
+        except Exception:
+            # What went wrong has been said. Threads may sit in transfers that never complete: do not wait for them.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
     return 0
 
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from disagmoe.layout import Edge
 from disagmoe.parallelisms.failures import POLL_S, Monitor, PeerLost, TransferTimeout
 from disagmoe.parallelisms.transfer.wire import BufferPool, Counts, MessageKind, WireFormat
 
@@ -61,7 +60,9 @@ class Arrival:
     buffers: list[Tensor]
     sent_at_s: float = 0.0
     """When the last sender handed its payload to the network, on this process's clock; 0 if nothing was sent."""
-    arrived_at_s: float = 0.0
+    wait_from_s: float = 0.0
+    wait_to_s: float = 0.0
+    """The compute thread's wait for it."""
 
 
 @dataclass(kw_only=True)
@@ -78,7 +79,6 @@ class _Pending:
     error: BaseException | None = None
     waiting_for: int | None = None
     """Global rank of the peer whose message is being waited for."""
-    arrived_at_s: float = 0.0
 
 
 class WaiterThread:
@@ -106,21 +106,20 @@ class Channel:
     """One end of a channel; a worker only ever sends or only ever receives on it.
 
     Args:
-        edge, backward, kind: Which transfers these are; `kind` decides the wire sections.
         name: For messages, e.g. `M2N forward A0 -> F1`.
+        kind: Which messages these are; decides their sections.
     """
 
     def __init__(
         self,
         *,
         name: str,
-        edge: Edge,
-        backward: bool,
         kind: MessageKind,
+        backward: bool,
         groups: ChannelGroups,
         context: ChannelContext,
     ) -> None:
-        self.name, self.edge, self.backward, self.kind = name, edge, backward, kind
+        self.name, self.kind, self.backward = name, kind, backward
         self._groups, self._context = groups, context
         self._is_local = groups.payload is None
         self._local: dict[tuple[int, int], tuple[list[Counts], list[Tensor]]] = {}
@@ -174,7 +173,7 @@ class Channel:
                 views = wire.views(self.kind, count, buffer)
                 pack(i, views)
                 headers.append(views["header"])
-        now = time.time()
+        now = time.monotonic()
         for header in headers:
             header.fill_(now)
         return buffers
@@ -222,11 +221,12 @@ class Channel:
         Raises:
             WorkerFailure: A worker has failed, or this wait took longer than the configured timeout.
         """
+        start_s = time.monotonic()
         if self._is_local:
             counts, buffers = self._local.pop(key)
-            return self._arrival(counts, buffers, time.time())
+            return self._arrival(counts, buffers, start_s, start_s)
         pending = self._pending.pop(key)
-        deadline = time.monotonic() + self._context.timeout_s
+        deadline = start_s + self._context.timeout_s
         while not pending.done.wait(POLL_S):
             self._context.monitor.check()
             if time.monotonic() > deadline:
@@ -236,7 +236,15 @@ class Channel:
         assert pending.counts is not None
         if self._context.device.type == "cuda":
             self._finish_on_stream(pending)
-        return self._arrival(pending.counts, pending.buffers, pending.arrived_at_s or time.time())
+        return self._arrival(pending.counts, pending.buffers, start_s, time.monotonic())
+
+    def progress(self) -> None:
+        """CUDA: post payload receives whose counts have come in, in order. The runtime calls it between actions."""
+        for pending in self._pending.values():
+            if not pending.done.is_set() or pending.error is not None:
+                return
+            if not pending.buffers:
+                self._post_payload(pending)
 
     def release(self, arrival: Arrival) -> None:
         """Give a transfer's buffers back; no view of them may be in use."""
@@ -283,7 +291,6 @@ class Channel:
                 for peer, work in pending.works:
                     pending.waiting_for = peer
                     work.wait()
-                pending.arrived_at_s = time.time()
         except RuntimeError as error:
             pending.error = error
         pending.done.set()
@@ -295,12 +302,12 @@ class Channel:
         for _, work in pending.works:
             work.wait()
 
-    def _arrival(self, counts: list[Counts], buffers: list[Tensor], arrived_at_s: float) -> Arrival:
+    def _arrival(self, counts: list[Counts], buffers: list[Tensor], start_s: float, end_s: float) -> Arrival:
         views = [
             self._context.wire.views(self.kind, c, b) if c.num_rows else {}
             for c, b in zip(counts, buffers, strict=True)
         ]
-        arrival = Arrival(counts=counts, views=views, buffers=buffers, arrived_at_s=arrived_at_s)
+        arrival = Arrival(counts=counts, views=views, buffers=buffers, wait_from_s=start_s, wait_to_s=end_s)
         if self._context.device.type == "cpu":
             offsets = self._context.clock_offset_s
             arrival.sent_at_s = max(

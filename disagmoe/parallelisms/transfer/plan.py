@@ -92,14 +92,46 @@ def choose_primaries(hit_TN: Tensor) -> Tensor:
     return best_T
 
 
-def make_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> DispatchPlan:
-    """Cut a routing by F-worker (DESIGN "Rows, not copies").
+@dataclass(frozen=True, kw_only=True)
+class PlanDraft:
+    """A plan whose sizes are still on the device: `complete` it once they are on the host."""
+
+    num_tokens: int
+    top_k: int
+    counts_3N: Tensor
+    """int64: rows, primary rows and pairs a peer."""
+    token_of_row: Tensor
+    pair_slot_Q: Tensor
+    pair_row_Q: Tensor
+    pair_expert_Q: Tensor
+
+    def complete(self, counts: Sequence[Sequence[int]]) -> DispatchPlan:
+        """Cut the draft by peer; `counts` is `counts_3N` as lists."""
+        rows, primaries, pairs = counts
+        cuts = zip(
+            self.token_of_row[: sum(rows)].split(list(rows)),
+            primaries,
+            self.pair_slot_Q.split(list(pairs)),
+            self.pair_row_Q.split(list(pairs)),
+            self.pair_expert_Q.split(list(pairs)),
+            strict=True,
+        )
+        return DispatchPlan(
+            num_tokens=self.num_tokens,
+            top_k=self.top_k,
+            peers=tuple(
+                PeerPlan(token_R=token, num_primary=n, pair_slot_Q=slot, pair_row_Q=row, pair_expert_Q=expert)
+                for token, n, slot, row, expert in cuts
+            ),
+        )
+
+
+def draft_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> PlanDraft:
+    """Cut a routing by F-worker (DESIGN "Rows, not copies"), without waiting for the device.
 
     Args:
         expert_ids_TK: int64 global expert ids; the K ids of a token are distinct.
         experts_by_peer: contiguous, ascending, non-empty expert ranges of the F-group's workers.
-    Returns:
-        The plan; its tensors live on the device of `expert_ids_TK`. One device-to-host copy, of 3 N integers.
     """
     num_tokens, top_k = expert_ids_TK.shape
     num_peers = len(experts_by_peer)
@@ -124,23 +156,20 @@ def make_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> Dispat
 
     peer_Q = peer_TK.reshape(-1)
     pair_slot_Q = torch.argsort(peer_Q, stable=True)
-    pair_row_Q = position_TN.gather(1, peer_TK).reshape(-1)[pair_slot_Q].to(torch.int32)
-    pair_expert_Q = (expert_ids_TK - starts_N[peer_TK]).reshape(-1)[pair_slot_Q].to(torch.int32)
-    pairs_N = torch.zeros_like(rows_N).scatter_add_(0, peer_Q, torch.ones_like(peer_Q))
-
-    rows, primaries, pairs = torch.stack([rows_N, primaries_N, pairs_N]).tolist()
-    return DispatchPlan(
+    return PlanDraft(
         num_tokens=num_tokens,
         top_k=top_k,
-        peers=tuple(
-            PeerPlan(token_R=token, num_primary=n, pair_slot_Q=slot, pair_row_Q=row, pair_expert_Q=expert)
-            for token, n, slot, row, expert in zip(
-                token_of_row[: sum(rows)].split(rows),
-                primaries,
-                pair_slot_Q.split(pairs),
-                pair_row_Q.split(pairs),
-                pair_expert_Q.split(pairs),
-                strict=True,
-            )
+        counts_3N=torch.stack(
+            [rows_N, primaries_N, torch.zeros_like(rows_N).scatter_add_(0, peer_Q, torch.ones_like(peer_Q))]
         ),
+        token_of_row=token_of_row,
+        pair_slot_Q=pair_slot_Q,
+        pair_row_Q=position_TN.gather(1, peer_TK).reshape(-1)[pair_slot_Q].to(torch.int32),
+        pair_expert_Q=(expert_ids_TK - starts_N[peer_TK]).reshape(-1)[pair_slot_Q].to(torch.int32),
     )
+
+
+def make_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> DispatchPlan:
+    """`draft_plan`, completed at once (one device-to-host copy of 3 N integers)."""
+    draft = draft_plan(expert_ids_TK, experts_by_peer)
+    return draft.complete(draft.counts_3N.tolist())

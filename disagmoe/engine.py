@@ -1,0 +1,267 @@
+"""What the trainer drives: a model on this process, disaggregated or whole, behind one interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from disagmoe.config.schema import Config
+from disagmoe.layout import Layout, Role, Worker, build_stages
+from disagmoe.models.init import build_model, init_parameters, materialize
+from disagmoe.models.parts import DecoderParts
+from disagmoe.parallelisms.apply import Pipeline, apply_disagmoe
+from disagmoe.parallelisms.clock import StepClock
+from disagmoe.parallelisms.failures import Monitor
+from disagmoe.parallelisms.gradients import GradientSync, SyncGroup
+from disagmoe.parallelisms.mesh import Meshes, estimate_clock_offsets, make_meshes
+from disagmoe.parallelisms.runtime import LossFunction
+from disagmoe.parallelisms.stage import MicrobatchInput, RouterStats
+from disagmoe.schedules import Schedule, make_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterHandle:
+    """A router on this process: its statistics of the step, and its bias if it has one."""
+
+    layer: int
+    stats: RouterStats
+    bias_E: Tensor | None
+    coeff: float
+
+
+class Engine(ABC):
+    """One process's part of the model.
+
+    Attributes:
+        modules: What the optimizer optimizes; parameters carry the unsplit model's names.
+        gradients: Sums, measures and clips them.
+        routers: The routers on this process.
+        workers: Roles of this process.
+        owns_samples: Whether this process reads data.
+        clock_offset_s: By rank, what to add to its clock to get this process's.
+    """
+
+    modules: list[nn.Module]
+    gradients: GradientSync
+    routers: list[RouterHandle]
+    clock: StepClock
+    clock_offset_s: dict[int, float]
+    workers: tuple[Worker, ...]
+    owns_samples: bool
+
+    @abstractmethod
+    def run(self, inputs: Sequence[MicrobatchInput], *, loss_scale: float, step: int) -> Tensor | None:
+        """Forward and backward of a step; the scaled loss of this process's tokens, where it computes one."""
+
+    @property
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """Bytes handed to the network by transfers so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free groups and threads; collective."""
+
+
+class PlainEngine(Engine):
+    """`mode = "none"`: the unsplit torchtitan model in this one process."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        model_config: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        loss_fn: LossFunction,
+        monitor: Monitor,
+    ) -> None:
+        with torch.device("meta"):
+            self.model = build_model(model_config)
+        materialize(self.model, device=device, dtype=dtype)
+        init_parameters(self.model, model_config, config.debug.seed)
+        self._loss_fn, self._monitor = loss_fn, monitor
+        self.modules = [self.model]
+        parameters = list(self.model.parameters())
+        self.gradients = GradientSync(
+            groups=[SyncGroup(group=None, copies=tuple((p,) for p in parameters))], counted=parameters, world=None
+        )
+        self.clock = StepClock()
+        self.clock_offset_s = {0: 0.0}
+        self.workers = (Worker(0, Role.ATTN.letter, 0, 0),)
+        self.owns_samples = True
+        self.routers = []
+        for index, block in self.model.layers.items():
+            if getattr(block, "moe", None) is not None:
+                self.routers.append(self._watch_router(int(index), block.moe, device))
+
+    def _watch_router(self, layer: int, moe: Any, device: torch.device) -> RouterHandle:
+        stats = RouterStats(
+            tokens_per_expert_E=torch.zeros(moe.router.num_experts, device=device),
+            entropy_sum=torch.zeros((), device=device),
+        )
+
+        def count(_module: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            _, expert_ids, scores = output
+            stats.add(expert_ids.flatten(0, -2), scores.detach().flatten(0, -2))
+
+        moe.router.register_forward_hook(count)
+        return RouterHandle(
+            layer=layer, stats=stats, bias_E=moe.expert_bias_E, coeff=float(moe.load_balance_coeff or 0.0)
+        )
+
+    def run(self, inputs: Sequence[MicrobatchInput], *, loss_scale: float, step: int) -> Tensor | None:
+        losses = []
+        for index, microbatch in enumerate(inputs):
+            self._monitor.status.write(f"step {step}, micro-batch {index} of the unsplit model")
+            with self.clock.span("compute", f"micro-batch {index}"):
+                logits = self.model(microbatch.tokens_BL, microbatch.positions_BL, microbatch.masks)
+                loss = self._loss_fn(logits, microbatch.labels_BL) * loss_scale
+                loss.backward()
+                losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    @property
+    def sent_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class DisagEngine(Engine):
+    """`mode = "disagmoe"`: this process's stages and the runtime of their schedule."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        model_config: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        loss_fn: LossFunction,
+        monitor: Monitor,
+    ) -> None:
+        layout = layout_of(config)
+        parts = DecoderParts(model_config, seed=config.debug.seed, device=device, dtype=dtype)
+        schedule = schedule_of(config, parts.is_moe_layer, on_cuda=device.type == "cuda")
+        self.pipeline, self._meshes = disaggregate(
+            parts,
+            layout=layout,
+            schedule=schedule,
+            config=config,
+            device=device,
+            loss_fn=loss_fn,
+            monitor=monitor,
+        )
+        self.modules = self.pipeline.modules
+        self.gradients = self.pipeline.gradients
+        self.clock = self.pipeline.clock
+        self.clock_offset_s = self.pipeline.clock_offset_s
+        self.workers = layout.workers_on(dist.get_rank())
+        self.owns_samples = any(w.role is Role.ATTN for w in self.workers)
+        self.routers = []
+        for stage in self.pipeline.attention_stages():
+            state = parts.router_state(stage.submod)
+            assert state is not None and stage.stats is not None and stage.spec.moe_layer is not None
+            self.routers.append(
+                RouterHandle(
+                    layer=stage.spec.moe_layer,
+                    stats=stage.stats,
+                    bias_E=state.expert_bias_E,
+                    coeff=float(state.load_balance_coeff or 0.0),
+                )
+            )
+
+    def run(self, inputs: Sequence[MicrobatchInput], *, loss_scale: float, step: int) -> Tensor | None:
+        return self.pipeline.runtime.run_step(inputs, loss_scale=loss_scale, step=step)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.pipeline.runtime.sent_bytes
+
+    def close(self) -> None:
+        self.pipeline.close()
+        self._meshes.destroy()
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout that `[disagmoe]` describes."""
+    d = config.disagmoe
+    return Layout(
+        attn_depth=d.attn_depth,
+        ffn_depth=d.ffn_depth,
+        attn_workers=d.attn_workers,
+        ffn_workers=d.ffn_workers,
+        replicas=d.replicas,
+        colocate=d.colocate,
+        rank_order=d.rank_order if isinstance(d.rank_order, str) else tuple(d.rank_order),
+    )
+
+
+def schedule_of(config: Config, is_moe_layer: Sequence[bool], *, on_cuda: bool = False) -> Schedule:
+    """The schedule that `[disagmoe]` describes. On CUDA a send is issued after the *next* compute launch, so that the
+    host's wait for row counts never sits between two launches."""
+    d = config.disagmoe
+    return make_schedule(
+        layout_of(config),
+        is_moe_layer,
+        name=d.schedule,
+        num_microbatches=d.microbatches,
+        in_flight=d.in_flight,
+        hoist=d.hoist,
+        send_after=1 if on_cuda else 0,
+    )
+
+
+def disaggregate(
+    parts: DecoderParts,
+    *,
+    layout: Layout,
+    schedule: Schedule,
+    config: Config,
+    device: torch.device,
+    loss_fn: LossFunction,
+    monitor: Monitor,
+) -> tuple[Pipeline, Meshes]:
+    """The library entry: a model on a layout, as stages and a runnable schedule. Collective over the world.
+
+    Another trainer needs this, `Pipeline.runtime.run_step`, `Pipeline.gradients` and an optimizer over
+    `Pipeline.modules`; see `docs/library.md`.
+
+    Args:
+        parts: The model, e.g. `DecoderParts(make_portable(recipe.model_config(flavor), ...), ...)`.
+        schedule: From `make_schedule` (or `schedule_of`), for the same layout and layers.
+        config: Its `[disagmoe]` and `[comm]` sections are read.
+        loss_fn: (logits [B, L, V], labels [B, L]) -> sum of the loss over valid tokens.
+    """
+    backend = backend_of(config, device)
+    stages = build_stages(layout, parts.is_moe_layer)
+    meshes = make_meshes(
+        layout, stages, device_type=device.type, backend=backend, timeout_s=max(config.comm.timeout_s, 60.0)
+    )
+    pipeline = apply_disagmoe(
+        parts,
+        meshes=meshes,
+        schedule=schedule,
+        disagmoe=config.disagmoe,
+        comm=config.comm,
+        device=device,
+        loss_fn=loss_fn,
+        monitor=monitor,
+        clock_offset_s=estimate_clock_offsets(dist.get_rank(), dist.get_world_size()),
+    )
+    return pipeline, meshes
+
+
+def backend_of(config: Config, device: torch.device) -> str:
+    """`gloo` or `nccl`, from `[comm] backend` and the device."""
+    if config.comm.backend != "auto":
+        return config.comm.backend
+    return "nccl" if device.type == "cuda" else "gloo"

@@ -1,0 +1,265 @@
+"""The step loop: data by global sample index, forward and backward, gradients, update, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from disagmoe.config.load import ResolvedConfig
+from disagmoe.config.recipe import load_recipe
+from disagmoe.config.schema import Config
+from disagmoe.data import build_dataset
+from disagmoe.engine import DisagEngine, Engine, PlainEngine
+from disagmoe.layout import Role, owned_samples
+from disagmoe.observability import Event, MetricsLogger, metrics, write_chrome_trace
+from disagmoe.observability.memory import reset_peak_memory
+from disagmoe.optimizer import build_lr_schedulers, build_optimizers
+from disagmoe.parallelisms.gradients import update_router_bias
+from disagmoe.parallelisms.stage import MicrobatchInput
+from disagmoe.step_report import RouterTable, gather_workers
+from disagmoe.world import World, run_guarded, start_world
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Trainer:
+    """Trains one model on this process, in whichever mode.
+
+    Args:
+        config: Checked (`disagmoe.config.checks`).
+        world: This process among the others.
+        folder: Where rank 0 writes metrics and the timeline; None: nowhere.
+        after_init: Called once with the engine before the first step (tests change weights there).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        *,
+        folder: Path | None,
+        after_init: Callable[[Engine], None] | None = None,
+    ) -> None:
+        from disagmoe.models.titan import prepare_torchtitan
+
+        prepare_torchtitan()
+        from torchtitan.components.loss import cross_entropy_loss
+
+        from disagmoe.models.attention import attention_masks
+        from disagmoe.models.init import make_portable
+
+        self.config, self.world = config, world
+        training = config.training
+        recipe = load_recipe(config.recipe.name)
+        self._shape = recipe.shape(config.recipe.flavor)
+        model_config = make_portable(
+            recipe.model_config(config.recipe.flavor),
+            seq_len=training.seq_len,
+            attention=world.device.type == "cpu",
+            load_balance_coeff=training.load_balance_coeff,
+        )
+        torch.use_deterministic_algorithms(config.debug.deterministic)
+        torch.manual_seed(config.debug.seed)
+        engine_class = PlainEngine if config.parallelism.mode == "none" else DisagEngine
+        self.engine: Engine = engine_class(
+            config=config,
+            model_config=model_config,
+            device=world.device,
+            dtype=_DTYPES[training.dtype],
+            loss_fn=cross_entropy_loss,
+            monitor=world.monitor,
+        )
+        if after_init is not None:
+            after_init(self.engine)
+        self.optimizers = build_optimizers(config.optimizer, self.engine.modules)
+        self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, training.steps)
+        moe_layers = [i for i, layer in enumerate(model_config.layers) if layer.moe is not None]
+        num_experts = max(model_config.layers[i].moe.num_experts for i in moe_layers)
+        self.routers = RouterTable(moe_layers, num_experts)
+        self._masks = lambda positions_BL: attention_masks(model_config, positions_BL)
+        self._data = (
+            build_dataset(config.data, seq_len=training.seq_len, seed=config.debug.seed)
+            if self.engine.owns_samples
+            else None
+        )
+        self._folder = folder
+        self.logger = MetricsLogger(
+            folder or Path("."),
+            enabled=world.rank == 0 and folder is not None,
+            tensorboard=config.metrics.tensorboard,
+            num_steps=training.steps,
+            log_freq=config.metrics.log_freq,
+        )
+        self.history: list[dict[str, Any]] = []
+        """What each step reported."""
+
+    def run(self, num_steps: int | None = None) -> None:
+        """Train from the first step; `num_steps` ends early (schedules still span `[training] steps`)."""
+        for step in range(1, (num_steps or self.config.training.steps) + 1):
+            self.history.append(self.train_step(step))
+        self.logger.close()
+
+    def close(self) -> None:
+        """Free what the engine holds. Collective."""
+        self.engine.close()
+
+    def train_step(self, step: int) -> dict[str, Any]:
+        """One optimizer step (numbered from 1); returns its metrics. Collective."""
+        config, engine, clock = self.config, self.engine, self.engine.clock
+        start_s, sent_before = time.monotonic(), engine.sent_bytes
+        clock.reset()
+        clock.recording = step == config.metrics.timeline_step and self._folder is not None
+        reset_peak_memory(self.world.device)
+        self._status(f"step {step}, reading data")
+        inputs, valid_tokens = self._inputs(step)
+
+        loss = engine.run(inputs, loss_scale=1.0 / max(valid_tokens, 1), step=step)
+        self._status(f"step {step}, summing gradients")
+        engine.gradients.reduce()
+        grad_norm = engine.gradients.clip(config.training.max_grad_norm)
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        self._status(f"step {step}, optimizer")
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        self.lr_schedulers.step()
+        self.routers.gather(engine)
+        for router in engine.routers:
+            if router.bias_E is not None:
+                counts_E = self.routers.counts(router.layer).to(router.bias_E.device)
+                update_router_bias(router.bias_E, counts_E[: router.bias_E.numel()], router.coeff)
+
+        self._status(f"step {step}, reporting")
+        values = self._report(step, start_s, sent_before, loss, valid_tokens, grad_norm, lr)
+        self.logger.log(step, values)
+        if clock.recording:
+            self._write_timeline()
+        return {metrics.STEP: step, **values}
+
+    def _status(self, text: str) -> None:
+        self.world.monitor.status.write(text)
+        self.world.monitor.check()
+
+    def _inputs(self, step: int) -> tuple[list[MicrobatchInput], int]:
+        """This process's slices of the step's micro-batches, and the number of valid tokens of the whole step."""
+        inputs: list[MicrobatchInput] = []
+        valid = torch.zeros(1, dtype=torch.int64)
+        if self._data is not None:
+            first = (step - 1) * self.config.training.global_batch_size
+            for owned in self._owned():
+                batch = self._data.batch([first + i for i in owned])
+                inputs.append(self._microbatch(batch.tokens_BL, batch.labels_BL, batch.positions_BL))
+                valid += batch.num_valid_tokens
+            # Every A-group reads the same slices: count them once.
+            if not any(w.role is Role.ATTN and w.group == 0 for w in self.engine.workers):
+                valid.zero_()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(valid)
+        return inputs, int(valid)
+
+    def _owned(self) -> list[range]:
+        worker = next(w for w in self.engine.workers if w.role is Role.ATTN)
+        return owned_samples(
+            self.world.layout,
+            global_batch_size=self.config.training.global_batch_size,
+            microbatches=self.config.disagmoe.microbatches,
+            replica=worker.replica,
+            worker_index=worker.index,
+        )
+
+    def _microbatch(self, tokens_BL: torch.Tensor, labels_BL: torch.Tensor, positions_BL: torch.Tensor) -> MicrobatchInput:
+        device = self.world.device
+        positions_BL = positions_BL.to(device, non_blocking=True)
+        return MicrobatchInput(
+            tokens_BL=tokens_BL.to(device, non_blocking=True),
+            labels_BL=labels_BL.to(device, non_blocking=True),
+            positions_BL=positions_BL,
+            masks=self._masks(positions_BL) if tokens_BL.numel() else None,
+        )
+
+    def _report(
+        self,
+        step: int,
+        start_s: float,
+        sent_before: int,
+        loss: torch.Tensor | None,
+        valid_tokens: int,
+        grad_norm: float,
+        lr: float,
+    ) -> dict[str, Any]:
+        disaggregated = self.config.parallelism.mode != "none"
+        values: dict[str, Any] = gather_workers(
+            self.engine,
+            layout=self.world.layout if disaggregated else None,
+            loss=loss,
+            step_time_s=time.monotonic() - start_s,
+            sent_bytes=self.engine.sent_bytes - sent_before,
+            device=self.world.device,
+        )
+        training = self.config.training
+        tokens = training.global_batch_size * training.seq_len
+        step_time_s = values[metrics.STEP_TIME_S]
+        values |= {
+            metrics.GRAD_NORM: grad_norm,
+            metrics.LR: lr,
+            metrics.TOKENS: tokens,
+            metrics.VALID_TOKENS: valid_tokens,
+            metrics.TOKENS_PER_S: tokens / step_time_s,
+        }
+        utilisation = self._mfu(step_time_s)
+        if utilisation is not None:
+            values[metrics.MFU] = utilisation
+        return values | self.routers.values()
+
+    def _mfu(self, step_time_s: float) -> float | None:
+        """Model FLOPs utilisation; None on CPU, whose peak is not known."""
+        if self.world.device.type != "cuda":
+            return None
+        from torchtitan.tools.utils import get_peak_flops
+
+        training = self.config.training
+        samples = training.global_batch_size
+        return metrics.mfu(
+            step_flops=3.0 * samples * self._shape.flops_per_sequence(training.seq_len),
+            step_time_s=step_time_s,
+            num_devices=self.world.layout.world_size,
+            device_flops_per_s=float(get_peak_flops(torch.cuda.get_device_name(self.world.device))),
+        )
+
+    def _write_timeline(self) -> None:
+        """Gather the recorded spans on rank 0 and write `timeline.json`. Collective."""
+        clock = self.engine.clock
+        events = [Event(s.name, s.category, s.start_s, s.end_s, {}) for s in clock.spans]
+        clock.spans.clear()
+        world_size = self.world.layout.world_size
+        everyone: list[Any] = [None] * world_size
+        payload = (events, self.engine.clock_offset_s)
+        if world_size > 1:
+            dist.gather_object(payload, everyone if self.world.rank == 0 else None)
+        else:
+            everyone = [payload]
+        if self.world.rank == 0 and self._folder is not None:
+            write_chrome_trace(
+                self._folder / "timeline.json",
+                {rank: entry[0] for rank, entry in enumerate(everyone)},
+                {rank: self.world.monitor.workers_on(rank) for rank in range(world_size)},
+                everyone[0][1],
+            )
+
+
+def train(resolved: ResolvedConfig) -> None:
+    """Train as configured, on this process. A failure of any worker raises here, on all of them."""
+    config = resolved.config
+    folder = Path(config.dump_folder)
+    world = start_world(config, folder)
+
+    def body() -> None:
+        trainer = Trainer(config, world, folder=folder)
+        trainer.run()
+        trainer.close()
+
+    run_guarded(world, body)
