@@ -251,6 +251,7 @@ def find_warnings(resolved: ResolvedConfig) -> Iterator[str]:
     if config.parallelism.mode == "none":
         sources = resolved.sources.items()
         given = [key for key, source in sources if key.startswith("disagmoe.") and source == "command line"]
+        given = [key for key in given if key != "disagmoe.microbatches"]  # cut there too, to save memory
         if given:
             yield f'{", ".join(given)}: no effect with parallelism.mode = "none"'
 
