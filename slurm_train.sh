@@ -5,7 +5,7 @@
 #   disagmoe check $CONFIG_FILE --print-world-size
 # The tree and its environment must be visible on all nodes; set it up once before (./run_train.sh --training.steps=1).
 #SBATCH --job-name=disagmoe
-#SBATCH --nodes=2
+#SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
@@ -14,7 +14,7 @@ set -euo pipefail
 
 # Slurm runs a copy of this script: the tree is where the job was submitted from.
 cd "$SLURM_SUBMIT_DIR"
-export CONFIG_FILE=${CONFIG_FILE:-train_configs/qwen3_30b_a3b.toml}
+export CONFIG_FILE=${CONFIG_FILE:-train_configs/qwen3_235b.toml}
 export NGPU=${NGPU:-8} NNODES=$SLURM_JOB_NUM_NODES MASTER_PORT=${MASTER_PORT:-29500}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR

@@ -93,6 +93,9 @@ def report(plan: Plan, *, processes_per_node: int | None = None) -> str:
         return "\n".join(lines)
     lines += [f"layout    {describe_world_size(config).removeprefix('the layout needs ')}", ""]
     lines += _worker_lines(plan, processes_per_node)
+    lines += [
+        "(samples of a micro-batch; state: parameters, gradients, optimizer; activations: an estimate of their peak)"
+    ]
     lines += ["", *_schedule_lines(plan.schedule, plan.layout)]
     return "\n".join(lines)
 
@@ -107,15 +110,13 @@ def _worker_lines(plan: Plan, processes_per_node: int | None) -> Iterator[str]:
             yield f"{role.letter}{group} holds {_describe_stages(held)}"
             for worker in (w for w in layout.workers if w.role is role and w.group == group):
                 rank = layout.rank_of(worker)
-                place = f"rank {rank}"
-                if processes_per_node is not None:
-                    place += f", node {rank // processes_per_node}"
+                node = "" if processes_per_node is None else f" node {rank // processes_per_node:<3}"
                 params = sum(stage_params(plan, stage, worker.index) for stage in held)
                 state = params * _state_bytes(plan.config)
                 activations = peak_activation_bytes(plan, worker)
                 yield (
-                    f"  {worker!s:<10} {place}: {_share(plan, held, worker)}; {_count(params)} parameters; "
-                    f"{_bytes(state)} with gradients and optimizer + {_bytes(activations)} of activations"
+                    f"  {worker!s:<10} rank {rank:<4}{node} {_share(plan, held, worker):<17} "
+                    f"{_count(params):>9} parameters  {_bytes(state):>9} state  {_bytes(activations):>9} activations"
                 )
 
 
@@ -123,7 +124,7 @@ def _share(plan: Plan, held: Sequence[Stage], worker: Worker) -> str:
     """Samples of a micro-batch, or experts of a layer, that a worker has."""
     if worker.role is Role.ATTN:
         mine, total = _samples(plan, worker.index), _microbatch_samples(plan.config)
-        return f"{mine} of a micro-batch's {total} samples"
+        return f"{mine} of {total} samples"
     sizes = {experts_of(plan, stage.moe_layer, worker.index) for stage in held if stage.moe_layer is not None}
     return "experts " + " / ".join(f"{e.start}-{e.stop - 1}" for e in sorted(sizes, key=lambda e: e.start))
 

@@ -42,7 +42,7 @@ def test_check_prints_the_layout(path: str, capsys: pytest.CaptureFixture[str]) 
         "8 processes = replicas 1 x (attn_depth 1 x attn_workers 2 + ffn_depth 2 x ffn_workers 3)",
         "A0 holds embedding, attention of layers 0-5, head",
         "F1 holds experts of layers 1, 3, 5",
-        "r0.F1.2    rank 7: experts 6-7; ",
+        "r0.F1.2    rank 7    experts 6-7 ",
         "deep: 8 micro-batches through 13 stages",
     ):
         assert part in out
@@ -75,7 +75,7 @@ def test_check_follows_the_environment(
     assert main(["check", path, "--launch"]) == 0
     assert capsys.readouterr().out == "2\n"
     assert main(["check", path]) == 0
-    assert "rank 3, node 1:" in capsys.readouterr().out
+    assert "rank 3    node 1 " in capsys.readouterr().out
     monkeypatch.setenv("NGPU", "4")
     assert main(["check", path]) == 2
     assert "make 8, but the layout needs 4" in capsys.readouterr().err
@@ -139,7 +139,7 @@ def test_memory_grows_with_what_is_in_flight_and_shrinks_with_recomputation(path
     def activations(*options: str) -> list[float]:
         text = report(plan_for(path, *options))
         units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-        return [float(n) * units[unit] for n, unit in re.findall(r"\+ ([\d.]+) (\w+) of activations", text)]
+        return [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+) (\w+) activations", text)]
 
     base = activations()
     assert len(base) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from disagmoe.config.checks import build_layout
+from disagmoe.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ["run_train.sh", "run_tests.sh", "slurm_train.sh", ".ci/run"]
@@ -80,6 +84,15 @@ def test_bad_runs_are_refused_quickly_and_nothing_is_started(
     assert "FAILED" not in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_slurm_example_asks_for_the_processes_of_its_configuration() -> None:
+    text = (ROOT / "slurm_train.sh").read_text()
+    nodes, gpus, config = (
+        re.search(pattern, text)[1]  # type: ignore[index]
+        for pattern in (r"--nodes=(\d+)", r"--gpus-per-node=(\d+)", r"CONFIG_FILE:-([\w/.]+)}")
+    )
+    assert int(nodes) * int(gpus) == build_layout(load_config(ROOT / config).config).world_size
 
 
 def stub(folder: Path, name: str, body: str) -> None:
