@@ -65,16 +65,16 @@ class GradientSync:
     def clip(self, max_norm: float) -> float:
         """Global 2-norm of all gradients; they are scaled by min(1, max_norm / (norm + 1e-6)). 0: measure only."""
         device = self._counted[0].device if self._counted else torch.device("cpu")
-        norms = torch._foreach_norm([p.grad for p in self._counted if p.grad is not None])
+        grads = [p.grad for p in self._counted if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=device)
-        if norms:
-            square = torch.stack([n.to(torch.float64) for n in norms]).square().sum()
+        if grads:
+            square = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(grads)]).square().sum()
         if self._world is not None:
             dist.all_reduce(square, group=self._world)
         norm = float(square.sqrt())
         if max_norm > 0 and norm + 1e-6 > max_norm:
-            grads = [p.grad for sync in self._groups for copies in sync.copies for p in copies if p.grad is not None]
-            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+            scaled = [p.grad for sync in self._groups for copies in sync.copies for p in copies if p.grad is not None]
+            torch._foreach_mul_(scaled, max_norm / (norm + 1e-6))
         return norm
 
 

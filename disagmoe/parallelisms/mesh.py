@@ -7,7 +7,8 @@ pass, plus a host group for the counts; so have the gradients of tied parameters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -130,13 +131,11 @@ def make_meshes(
     timeout = timedelta(seconds=timeout_s)
 
     def group_of(ranks: Sequence[int], kind: str = backend) -> dist.ProcessGroup | None:
-        """Made by its members only (the others have nothing to wait for), in one global order."""
+        # Every rank calls, members or not: torch names a group that only its members make after the number of groups
+        # that each of them has, and those numbers differ between ranks.
         members = sorted(set(ranks))
-        if rank not in members:
-            return None
-        group = dist.new_group(members, timeout=timeout, backend=kind, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+        group = dist.new_group(members, timeout=timeout, backend=kind)
+        return group if rank in members else None
 
     replicas = range(layout.replicas)
     for role, attribute in ((Role.ATTN, "attn_sync"), (Role.FFN, "ffn_sync")):
@@ -156,7 +155,9 @@ def make_meshes(
     return meshes
 
 
-def _make_edge_groups(meshes: Meshes, stages: Sequence[Stage], group_of) -> None:  # type: ignore[no-untyped-def]
+def _make_edge_groups(
+    meshes: Meshes, stages: Sequence[Stage], group_of: Callable[..., dist.ProcessGroup | None]
+) -> None:
     layout = meshes.layout
     keys = {hop_edge(stages, h, backward=b) for h in range(len(stages) - 1) for b in (False, True)}
     for key in sorted(keys, key=lambda k: (k.edge.value, k.attn_group, k.ffn_group, k.backward)):
@@ -184,8 +185,6 @@ def estimate_clock_offsets(rank: int, world_size: int, *, rounds: int = 5) -> di
     Collective. Rank 0 exchanges a few messages with every rank and keeps the round trip with the least delay; every
     process then gets all offsets to rank 0. On one host they come out as ~0, since the clock is the host's.
     """
-    import time
-
     offset_to_zero = 0.0
     message = torch.zeros(1, dtype=torch.float64)
     for other in range(1, world_size):

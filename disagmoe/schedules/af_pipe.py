@@ -16,10 +16,13 @@ p_F), where a layer on the role with d groups takes d units of time (all groups 
 p_F this is the usual order, a whole round on a group's one stage before the next. With p_A != p_F it is not: one
 A-group before three F-groups must interleave three layers to keep all three busy. For coprime depths and R = p_A +
 p_F the wave gives every group exactly one action at a time. Backwards are wanted in the mirror image of the wave.
+The last stage (head and loss) stands outside: its forward goes first and its backward follows at once, so that the
+logits of one micro-batch only are alive.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +36,10 @@ ROUND_FACTOR = {"plain": 1, "deep": 2}
 """Length of a round in units of p_A + p_F micro-batches."""
 ASSUMED_HOP = {"plain": 1, "deep": 2}
 """Transfer time a hop assumed while merging, in halves of an average forward (see `assumed_costs`)."""
+SPARES = (2, 4, 0.2)
+"""Tried in this order. Two is what the way to the head and back takes."""
+WORTHWHILE = 0.005
+"""Share of the makespan for which a wave that needs more memory is taken."""
 
 
 def make_schedule(
@@ -85,10 +92,13 @@ def make_schedule(
 
 @dataclass(frozen=True, kw_only=True)
 class Wave:
-    """How micro-batches are cut into rounds, and whether the next round may start before this one's last forwards."""
+    """How micro-batches are cut into rounds, and how far groups may run ahead."""
 
     rounds: tuple[range, ...]
     overlap: bool
+    """Whether the next round may start before this one's last forwards."""
+    spare: float
+    """Forwards that a group may be ahead on top of what the wave needs; below 1: that share of what it needs."""
 
 
 def candidate_waves(layout: Layout, *, name: str, num_microbatches: int, in_flight: int) -> Iterator[Wave]:
@@ -96,7 +106,8 @@ def candidate_waves(layout: Layout, *, name: str, num_microbatches: int, in_flig
 
     Rounds are of equal length, differing by at most one: *plain* has none shorter than G (a short one would stall
     the ring), *deep* none longer than 2 G (memory). A round must fit into `in_flight`; half as long, the next one can
-    fill the pipeline while it drains. Rounds that overlap need room for three and only help unequal depths.
+    fill the pipeline while it drains. Rounds that overlap need room for three and only help unequal depths. More
+    `spare` costs memory and helps mostly *plain* and unequal depths, and not where `in_flight` limits.
     """
     round_length = ROUND_FACTOR[name] * (layout.attn_depth + layout.ffn_depth)
     cap = in_flight or num_microbatches
@@ -110,9 +121,10 @@ def candidate_waves(layout: Layout, *, name: str, num_microbatches: int, in_flig
         longest = len(rounds[0])
         if longest > cap:
             continue
-        yield Wave(rounds=rounds, overlap=False)
-        if layout.attn_depth != layout.ffn_depth and count > 1 and (not in_flight or 3 * longest <= cap):
-            yield Wave(rounds=rounds, overlap=True)
+        room = not in_flight or 3 * longest <= cap
+        overlaps = (False, True) if layout.attn_depth != layout.ffn_depth and count > 1 and room else (False,)
+        for overlap, spare in itertools.product(overlaps, SPARES[:1] if len(counts) > 1 else SPARES):
+            yield Wave(rounds=rounds, overlap=overlap, spare=spare)
 
 
 def best_order(
@@ -124,7 +136,7 @@ def best_order(
     name: str,
     in_flight: int,
 ) -> tuple[tuple[Action, ...], ...]:
-    """Play every wave on assumed costs and keep the order that ends first; the first of equals."""
+    """Play every wave on assumed costs and keep the order that ends first: a later one if it gains `WORTHWHILE`."""
     costs = assumed_costs(layout, stages, hop=ASSUMED_HOP[name])
     best: ListSchedule | None = None
     for wave in waves:
@@ -134,7 +146,7 @@ def best_order(
             # Everybody has waited until some lead was raised. Known from the start, it costs no time.
             policy = replace(policy, lead=played.lead)
             played = ListSchedule(group_of_stage, layout.num_groups, costs, policy).play()
-        if best is None or played.makespan < best.makespan:
+        if best is None or played.makespan < best.makespan * (1 - WORTHWHILE):
             best = played
     assert best is not None, "no wave fits into in_flight, although rounds of one micro-batch always do"
     return tuple(tuple(order) for order in best.orders)
@@ -182,17 +194,19 @@ def wave_policy(layout: Layout, group_of_stage: Sequence[int], wave: Wave, *, na
     return Policy(
         forwards=[(stage, microbatch) for _, _, stage, microbatch in sorted(forwards)],
         backwards=[(-stage, microbatch) for _, _, stage, microbatch in sorted(backwards)],
-        lead=[max(1, count) for count in lead],
+        lead=[max(1, count + int(wave.spare if wave.spare >= 1 else wave.spare * count)) for count in lead],
         in_flight=in_flight,
     )
 
 
 def assumed_costs(layout: Layout, stages: Sequence[Stage], *, hop: int) -> Costs:
-    """Costs to merge by when none are measured: groups equally loaded, backward twice forward.
+    """Costs to merge by when none are measured: groups equally loaded, backward twice forward, a light head.
 
-    A role with fewer groups has shorter stages, because a good allocation gives all groups the same load. Unit: half
-    a forward of an average stage, times the sum of depths (so that all numbers are integers).
+    A role with fewer groups has shorter stages, because a good allocation gives all groups the same load. The head
+    is assumed to take an eighth of a stage: an order for a light head is still good when it is heavy, but not the
+    reverse. Unit: an eighth of an average stage's forward, times half the sum of depths (so that all are integers).
     """
-    forward = tuple(4 * layout.depth_of(stage.role) for stage in stages)
+    forward = [8 * layout.depth_of(stage.role) for stage in stages]
+    forward[-1] //= 8
     backward = tuple(2 * cost for cost in forward)
-    return Costs(forward=forward, backward=backward, hop=hop * (layout.attn_depth + layout.ffn_depth))
+    return Costs(forward=tuple(forward), backward=backward, hop=2 * hop * (layout.attn_depth + layout.ffn_depth))

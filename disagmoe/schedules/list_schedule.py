@@ -6,7 +6,8 @@ a group is free, it takes the next forward or the next backward of its own two l
 arrived. What was played is by construction an order that completes.
 
 Costs only shape the order; the order holds for any costs. Forward and backward lists are fixed, so what can be tuned
-is where they are cut into rounds, how far forwards may run ahead in each group (`lead`), and the costs.
+is their order, how far forwards may run ahead in each group (`lead`), and the costs. The last stage stands outside
+the lists: its forward goes first, and its backward follows at once.
 """
 
 from __future__ import annotations
@@ -64,15 +65,21 @@ class ListSchedule:
         self.forwards: list[list[tuple[int, int]]] = [[] for _ in range(num_groups)]
         self.backwards: list[list[tuple[int, int]]] = [[] for _ in range(num_groups)]
         self.rank: list[list[int]] = [[] for _ in range(num_groups)]
+        last = self.num_stages - 1
         for rank, (stage, microbatch) in enumerate(policy.forwards):
-            self.forwards[group_of_stage[stage]].append((stage, microbatch))
-            self.rank[group_of_stage[stage]].append(rank)
+            if stage != last:
+                self.forwards[group_of_stage[stage]].append((stage, microbatch))
+                self.rank[group_of_stage[stage]].append(rank)
         for stage, microbatch in policy.backwards:
-            self.backwards[group_of_stage[stage]].append((stage, microbatch))
+            if stage != last:
+                self.backwards[group_of_stage[stage]].append((stage, microbatch))
+        self.heads = [microbatch for stage, microbatch in policy.forwards if stage == last]
+        self.next_head = 0
         self.lead = list(policy.lead)
         self.next_forward = [0] * num_groups
         self.next_backward = [0] * num_groups
         self.busy = [False] * num_groups
+        self.free_at = [0.0] * num_groups
         self.admitted = 0
         self.retired = 0
         self.orders: list[list[Action]] = [[] for _ in range(num_groups)]
@@ -101,24 +108,25 @@ class ListSchedule:
 
     def _apply(self, events: list[tuple[float, int, int, int, int]]) -> set[int]:
         """Pop one event: a group is free again, or a payload has arrived; returns the group concerned."""
-        _, what, group, stage, microbatch = heapq.heappop(events)
+        time, what, group, stage, microbatch = heapq.heappop(events)
         index = stage * self.num_microbatches + microbatch
         if what == 0:
-            self.busy[group] = False
+            self.busy[group] = self.free_at[group] > time
         elif what == 1:
             self.forward_input[index] = True
         else:
             self.output_gradient[index] = True
         return {group}
 
-    def _forward_ready(self, group: int) -> bool:
-        position = self.next_forward[group]
-        if position == len(self.forwards[group]):
-            return False
-        stage, microbatch = self.forwards[group][position]
+    def _has_input(self, stage: int, microbatch: int) -> bool:
+        """Whether the forward of (stage, microbatch) could start; a first one only within `in_flight`."""
         if stage == 0 and self.admitted - self.retired >= self.policy.in_flight:
             return False
         return self.forward_input[stage * self.num_microbatches + microbatch]
+
+    def _forward_ready(self, group: int) -> bool:
+        position = self.next_forward[group]
+        return position < len(self.forwards[group]) and self._has_input(*self.forwards[group][position])
 
     def _backward_ready(self, group: int) -> bool:
         position = self.next_backward[group]
@@ -126,17 +134,29 @@ class ListSchedule:
             return False
         stage, microbatch = self.backwards[group][position]
         index = stage * self.num_microbatches + microbatch
-        return self.forward_done[index] and (stage == self.num_stages - 1 or self.output_gradient[index])
+        return self.forward_done[index] and self.output_gradient[index]
+
+    def _head_ready(self, group: int) -> bool:
+        last = self.num_stages - 1
+        if self.group_of_stage[last] != group or self.next_head == len(self.heads):
+            return False
+        return self._has_input(last, self.heads[self.next_head])
 
     def _decide(self, group: int, now: float) -> int:
         """Start what `group` prefers among what is ready; returns the number of actions started."""
         if self.busy[group]:
             return 0
         may_lead = self.next_forward[group] - self.next_backward[group] < self.lead[group]
+        if self._head_ready(group):
+            end = self._start_forward(group, self.num_stages - 1, self.heads[self.next_head], now)
+            self._start_backward(group, self.num_stages - 1, self.heads[self.next_head], end)
+            self.next_head += 1
+            return 2
         if may_lead and self._forward_ready(group):
-            self._start_forward(group, now)
+            self._start_next_forward(group, now)
         elif self._backward_ready(group):
-            self._start_backward(group, now)
+            self._start_backward(group, *self.backwards[group][self.next_backward[group]], now)
+            self.next_backward[group] += 1
         else:
             return 0
         return 1
@@ -151,22 +171,25 @@ class ListSchedule:
         assert ready, "no group can go on: the preference orders contradict the dependencies"
         group = min(ready, key=lambda g: self.rank[g][self.next_forward[g]])
         self.lead[group] += 1
-        self._start_forward(group, now)
+        self._start_next_forward(group, now)
 
-    def _start_forward(self, group: int, now: float) -> None:
+    def _start_next_forward(self, group: int, now: float) -> None:
         stage, microbatch = self.forwards[group][self.next_forward[group]]
         self.next_forward[group] += 1
-        self.admitted += stage == 0
         self.forward_done[stage * self.num_microbatches + microbatch] = True
+        self._start_forward(group, stage, microbatch, now)
+
+    def _start_forward(self, group: int, stage: int, microbatch: int, now: float) -> float:
+        """Returns its end."""
+        self.admitted += stage == 0
         self.orders[group].append(Action(Kind.FORWARD, stage, microbatch))
         end = self._occupy(group, now + self.costs.forward[stage])
         if stage + 1 < self.num_stages:
             event = (end + self.costs.hop, 1, self.group_of_stage[stage + 1], stage + 1, microbatch)
             heapq.heappush(self.events, event)
+        return end
 
-    def _start_backward(self, group: int, now: float) -> None:
-        stage, microbatch = self.backwards[group][self.next_backward[group]]
-        self.next_backward[group] += 1
+    def _start_backward(self, group: int, stage: int, microbatch: int, now: float) -> None:
         self.retired += stage == 0
         self.orders[group].append(Action(Kind.FULL_BACKWARD, stage, microbatch))
         end = self._occupy(group, now + self.costs.backward[stage])
@@ -176,5 +199,6 @@ class ListSchedule:
 
     def _occupy(self, group: int, until: float) -> float:
         self.busy[group] = True
+        self.free_at[group] = until
         heapq.heappush(self.events, (until, 0, group, 0, 0))
         return until
