@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from disagmoe.config.checks import build_layout
 from disagmoe.config.schema import Config
 from disagmoe.layout import Layout, Role, Worker, build_stages
 from disagmoe.models.init import build_model, init_parameters, materialize
@@ -148,9 +149,9 @@ class DisagEngine(Engine):
         loss_fn: LossFunction,
         monitor: Monitor,
     ) -> None:
-        layout = layout_of(config)
+        layout = build_layout(config)
         parts = DecoderParts(model_config, seed=config.debug.seed, device=device, dtype=dtype)
-        schedule = schedule_of(config, parts.is_moe_layer, on_cuda=device.type == "cuda")
+        schedule = schedule_of(config, parts.is_moe_layer)
         self.pipeline, self._meshes = disaggregate(
             parts,
             layout=layout,
@@ -191,32 +192,17 @@ class DisagEngine(Engine):
         self._meshes.destroy()
 
 
-def layout_of(config: Config) -> Layout:
-    """The layout that `[disagmoe]` describes."""
-    d = config.disagmoe
-    return Layout(
-        attn_depth=d.attn_depth,
-        ffn_depth=d.ffn_depth,
-        attn_workers=d.attn_workers,
-        ffn_workers=d.ffn_workers,
-        replicas=d.replicas,
-        colocate=d.colocate,
-        rank_order=d.rank_order if isinstance(d.rank_order, str) else tuple(d.rank_order),
-    )
-
-
-def schedule_of(config: Config, is_moe_layer: Sequence[bool], *, on_cuda: bool = False) -> Schedule:
-    """The schedule that `[disagmoe]` describes. On CUDA a send is issued after the *next* compute launch, so that the
-    host's wait for row counts never sits between two launches."""
+def schedule_of(config: Config, is_moe_layer: Sequence[bool]) -> Schedule:
+    """The schedule that `[disagmoe]` describes."""
     d = config.disagmoe
     return make_schedule(
-        layout_of(config),
+        build_layout(config),
         is_moe_layer,
         name=d.schedule,
         num_microbatches=d.microbatches,
         in_flight=d.in_flight,
         hoist=d.hoist,
-        send_after=1 if on_cuda else 0,
+        send_after=d.send_after,
     )
 
 

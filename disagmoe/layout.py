@@ -85,7 +85,8 @@ class Layout:
     colocate: bool = False
     rank_order: str | tuple[str, ...] = "paired"
     """`paired`: A0 F0 A1 F1 ..., so an A-group and its F-group are neighbours. `attn_first`: all A-groups, then all
-    F-groups. Or the names of all workers (see `Worker.__str__`) in rank order. Replicas are contiguous in the first two."""
+    F-groups. Or the names of all workers (see `Worker.__str__`) in rank order. In the first two, replicas are
+    contiguous."""
 
     def __post_init__(self) -> None:
         for name in ("attn_depth", "ffn_depth", "attn_workers", "ffn_workers", "replicas"):
@@ -149,11 +150,11 @@ class Layout:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """All workers; in rank order unless colocated."""
-        return self._order  # type: ignore[attr-defined,no-any-return]
+        return self._order  # type: ignore[attr-defined]
 
     def rank_of(self, worker: Worker) -> int:
         """Global rank of the process that `worker` lives on."""
-        return worker.replica if self.colocate else self._rank[worker]  # type: ignore[attr-defined,no-any-return]
+        return worker.replica if self.colocate else self._rank[worker]  # type: ignore[attr-defined]
 
     def workers_on(self, rank: int) -> tuple[Worker, ...]:
         """The workers on process `rank`: one, or a whole replica's when colocated."""
@@ -242,7 +243,7 @@ def build_stages(layout: Layout, is_moe_layer: Sequence[bool]) -> tuple[Stage, .
 
 
 def stage_edge(stage: Stage, *, backward: bool = False) -> Edge | None:
-    """The edge over which `stage` sends its forward output (or, with `backward`, its input gradient); None at an end."""
+    """The edge over which `stage` sends its forward output (`backward`: its input gradient); None at an end."""
     if (stage.has_head and not backward) or (stage.index == 0 and backward):
         return None
     return Edge.M2N if stage.role is Role.ATTN else Edge.N2M

@@ -57,7 +57,7 @@ class RouterTable:
     def values(self) -> dict[str, float]:
         """The router metrics of the step."""
         counts_LE = self.table[:, : self._num_experts].numpy()
-        values = {metrics.expert_load_key(l): v for l, v in zip(self._row, expert_load(counts_LE), strict=True)}
+        values = dict(zip(map(metrics.expert_load_key, self._row), expert_load(counts_LE), strict=True))
         entropy, tokens, rows = self.table[:, -3:].sum(0).tolist()
         values[metrics.DEAD_EXPERTS] = dead_experts(counts_LE)
         if tokens:
@@ -68,7 +68,13 @@ class RouterTable:
 
 
 def gather_workers(
-    engine: Engine, *, layout: Layout | None, loss: Tensor | None, step_time_s: float, sent_bytes: int, device: torch.device
+    engine: Engine,
+    *,
+    layout: Layout | None,
+    loss: Tensor | None,
+    step_time_s: float,
+    sent_bytes: int,
+    device: torch.device,
 ) -> dict[str, float]:
     """Loss of the whole step, the slowest worker's step time, and the role metrics. Collective."""
     clock = engine.clock

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from disagmoe.config.load import ResolvedConfig
 from disagmoe.config.recipe import load_recipe
 from disagmoe.config.schema import Config
-from disagmoe.data import build_dataset
+from disagmoe.data import Batch, build_dataset
 from disagmoe.engine import DisagEngine, Engine, PlainEngine
 from disagmoe.layout import Role, owned_samples
 from disagmoe.observability import Event, MetricsLogger, metrics, write_chrome_trace
@@ -152,7 +152,7 @@ class Trainer:
             first = (step - 1) * self.config.training.global_batch_size
             for owned in self._owned():
                 batch = self._data.batch([first + i for i in owned])
-                inputs.append(self._microbatch(batch.tokens_BL, batch.labels_BL, batch.positions_BL))
+                inputs.append(self._microbatch(batch))
                 valid += batch.num_valid_tokens
             # Every A-group reads the same slices: count them once.
             if not any(w.role is Role.ATTN and w.group == 0 for w in self.engine.workers):
@@ -171,14 +171,14 @@ class Trainer:
             worker_index=worker.index,
         )
 
-    def _microbatch(self, tokens_BL: torch.Tensor, labels_BL: torch.Tensor, positions_BL: torch.Tensor) -> MicrobatchInput:
+    def _microbatch(self, batch: Batch) -> MicrobatchInput:
         device = self.world.device
-        positions_BL = positions_BL.to(device, non_blocking=True)
+        positions_BL = batch.positions_BL.to(device, non_blocking=True)
         return MicrobatchInput(
-            tokens_BL=tokens_BL.to(device, non_blocking=True),
-            labels_BL=labels_BL.to(device, non_blocking=True),
+            tokens_BL=batch.tokens_BL.to(device, non_blocking=True),
+            labels_BL=batch.labels_BL.to(device, non_blocking=True),
             positions_BL=positions_BL,
-            masks=self._masks(positions_BL) if tokens_BL.numel() else None,
+            masks=self._masks(positions_BL) if positions_BL.numel() else None,
         )
 
     def _report(

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from disagmoe.config.checks import build_layout
 from disagmoe.config.schema import Config
-from disagmoe.engine import backend_of, layout_of
+from disagmoe.engine import backend_of
 from disagmoe.layout import Layout
 from disagmoe.parallelisms.failures import Monitor, StatusBoard, WorkerFailure
 
@@ -32,13 +33,6 @@ class World:
     monitor: Monitor
 
 
-def world_layout(config: Config) -> Layout:
-    """The layout of a run's processes in either mode."""
-    if config.parallelism.mode == "none":
-        return Layout(attn_depth=1, ffn_depth=1, attn_workers=1, ffn_workers=1, colocate=True)
-    return layout_of(config)
-
-
 def start_world(config: Config, folder: Path) -> World:
     """Join the run that torchrun's environment variables describe: one process a worker, one GPU each where there are.
 
@@ -50,7 +44,7 @@ def start_world(config: Config, folder: Path) -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     backend = "gloo" if backend_of(config, device) == "gloo" else "cpu:gloo,cuda:nccl"
-    layout = world_layout(config)
+    layout = build_layout(config)
     dist.init_process_group(backend, timeout=timedelta(seconds=max(config.comm.timeout_s, 60.0)))
     if dist.get_world_size() != layout.world_size:
         raise ValueError(f"{dist.get_world_size()} processes were started, the layout needs {layout.world_size}")

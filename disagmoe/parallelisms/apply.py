@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 from disagmoe.config.schema import CommConfig, DisagMoEConfig
 from disagmoe.layout import Layout, Role, Stage, Worker, split_evenly
+from disagmoe.parallelisms.attention_stage import AttentionStage
 from disagmoe.parallelisms.clock import StepClock
+from disagmoe.parallelisms.expert_stage import ExpertStage
 from disagmoe.parallelisms.failures import Monitor
 from disagmoe.parallelisms.gradients import GradientSync, SyncGroup
 from disagmoe.parallelisms.mesh import EdgeKey, Meshes, hop_edge
 from disagmoe.parallelisms.runtime import AFPipeRuntime, LossFunction
-from disagmoe.parallelisms.stage import AttentionStage, DisagStage, ExpertStage, RouterStats, StageLinks
+from disagmoe.parallelisms.stage import DisagStage, RouterStats, StageLinks
 from disagmoe.parallelisms.transfer.channel import Channel, ChannelContext
 from disagmoe.parallelisms.transfer.wire import BufferPool, MessageKind, WireFormat
 from disagmoe.schedules.actions import Schedule
@@ -43,7 +46,9 @@ class SublayerFactory(Protocol):
 
     dim: int
     row_dtype: torch.dtype
-    is_moe_layer: Sequence[bool]
+
+    @property
+    def is_moe_layer(self) -> Sequence[bool]: ...
 
     def num_experts(self, layer: int) -> int: ...
 
@@ -142,19 +147,19 @@ def apply_disagmoe(
     ]
     stages: list[DisagStage] = []
     for spec, worker in homes:
-        common: dict[str, Any] = dict(
-            spec=spec,
-            num_stages=schedule.num_stages,
-            pipeline_group=schedule.group_of_stage[spec.index],
-            num_groups=schedule.num_groups,
-            device=device,
-            group=None,
-            links=_links(schedule.stages, spec, worker, meshes, context, channels),
-            clock=clock,
-            dim=factory.dim,
-            row_dtype=factory.row_dtype,
-            recompute=disagmoe.recompute == "full" or (disagmoe.recompute == "ffn" and spec.role is Role.FFN),
-        )
+        common: dict[str, Any] = {
+            "spec": spec,
+            "num_stages": schedule.num_stages,
+            "pipeline_group": schedule.group_of_stage[spec.index],
+            "num_groups": schedule.num_groups,
+            "device": device,
+            "group": None,
+            "links": _links(schedule.stages, spec, worker, meshes, context, channels),
+            "clock": clock,
+            "dim": factory.dim,
+            "row_dtype": factory.row_dtype,
+            "recompute": disagmoe.recompute == "full" or (disagmoe.recompute == "ffn" and spec.role is Role.FFN),
+        }
         stages.append(_build_stage(factory, layout, spec, worker, common))
     runtime = AFPipeRuntime(stages=stages, schedule=schedule, loss_fn=loss_fn, clock=clock, monitor=monitor)
     gradients = _gradient_sync(factory, stages, schedule.stages, workers, meshes)
@@ -270,7 +275,7 @@ def _tied_groups(
     """Tied parameters by pair of groups, in the same order on both sides."""
     pair_of_layer = {
         a.moe_layer: (a.group, f.group)
-        for a, f in zip(all_stages, all_stages[1:], strict=False)
+        for a, f in pairwise(all_stages)
         if f.role is Role.FFN and a.moe_layer is not None
     }
     by_pair: dict[tuple[int, int], list[tuple[nn.Parameter, ...]]] = {}

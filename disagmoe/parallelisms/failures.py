@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from disagmoe.layout import Layout
 
@@ -105,7 +106,7 @@ class Monitor:
         *,
         layout: Layout,
         rank: int,
-        store: dist.Store,
+        store: Store,
         status: StatusBoard,
         heartbeat_timeout_s: float,
         own_exit: bool = True,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -168,7 +169,7 @@ def _make_edge_groups(
             counts = None if key.backward else group_of(ranks, "gloo")
             if payload is not None:
                 meshes.edges[key] = (payload, counts)
-    pairs = {(a.group, f.group) for a, f in zip(stages, stages[1:], strict=False) if f.role is Role.FFN}
+    pairs = {(a.group, f.group) for a, f in pairwise(stages) if f.role is Role.FFN}
     for attn_group, ffn_group in sorted(pairs):
         ranks = ()
         for replica in range(layout.replicas):

@@ -92,9 +92,8 @@ class AFPipeRuntime(_PipelineScheduleRuntime):
         self._losses = {}
         for action in self._program:
             stage = self._stage_of[action.stage]
-            self._monitor.status.write(
-                f"step {step}, {action.kind.name} of {stage.spec} (stage {action.stage}), micro-batch {action.microbatch}"
-            )
+            what = f"{action.kind.name} of {stage.spec} (stage {action.stage}), micro-batch {action.microbatch}"
+            self._monitor.status.write(f"step {step}, {what}")
             self._monitor.check()
             if self.before_action is not None:
                 self.before_action(action)

@@ -4,10 +4,10 @@ Sections by message (r rows, p of them primary and in front, q pairs, D model di
 
 | message | pass, edge | sections |
 |---|---|---|
-| dispatch | forward M2N | header, rows [r, D], token int32 [r], pair_row int32 [q], pair_expert int32 [q], weights fp32 [q] |
-| combine | forward N2M | header, rows [r, D], token int32 [r] |
+| dispatch | forward M2N | header, rows [r, D], token i32 [r], pair_row i32 [q], pair_expert i32 [q], weights f32 [q] |
+| combine | forward N2M | header, rows [r, D], token i32 [r] |
 | combine gradient | backward N2M (A to F) | header, rows [r, D] |
-| dispatch gradient | backward M2N (F to A) | header, rows [r, D], weights fp32 [q] |
+| dispatch gradient | backward M2N (F to A) | header, rows [r, D], weights f32 [q] |
 
 `token` is the row's position in the owner's slice of the micro-batch: the owner's worker in the *next* A-group did not
 make the plan, so the rows say where they belong. The header carries the sender's clock at hand-over, in seconds.
