@@ -8,6 +8,7 @@ Suffixes: E experts (the local ones of a shard), R rows sorted by expert, D mode
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,16 +142,13 @@ def portable_experts(config: GroupedExperts.Config) -> GroupedExperts.Config:
     """
     if isinstance(config, (PortableGroupedExperts.Config, PortableGptOssGroupedExperts.Config)):
         return config
-    common: dict[str, Any] = {
-        "dim": config.dim,
-        "hidden_dim": config.hidden_dim,
-        "num_experts": config.num_experts,
-        "param_init": config.param_init,
+    kinds: dict[type, type] = {
+        GroupedExperts.Config: PortableGroupedExperts.Config,
+        GptOssGroupedExperts.Config: PortableGptOssGroupedExperts.Config,
     }
-    if type(config) is GptOssGroupedExperts.Config:
-        return PortableGptOssGroupedExperts.Config(**common, swiglu_limit=config.swiglu_limit)
-    if type(config) is GroupedExperts.Config:
-        return PortableGroupedExperts.Config(**common)
-    raise ValueError(
-        f"experts {type(config).__qualname__}: only GroupedExperts and GptOssGroupedExperts have a portable form"
-    )
+    if type(config) not in kinds:
+        raise ValueError(
+            f"experts {type(config).__qualname__}: only GroupedExperts and GptOssGroupedExperts have a portable form"
+        )
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return kinds[type(config)](**fields)
