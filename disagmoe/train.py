@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from disagmoe.config.checks import build_layout, check_config, describe_world_size
@@ -41,14 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torch.distributed.elastic.multiprocessing.errors import record
 
         from disagmoe.trainer import train
+        from disagmoe.world import SAID
 
         try:
             record(train)(resolved)  # so that torchrun's summary shows the error of whichever process failed first
-        except Exception:
-            # What went wrong has been said. Threads may sit in transfers that never complete: do not wait for them.
+        except BaseException as error:
+            if SAID not in getattr(error, "__notes__", ()):
+                worker = build_layout(resolved.config).workers_on(rank)[0]
+                text = f"{traceback.format_exc()}worker {worker} (rank {rank}) failed before it joined the run\n"
+                print(text, end="", file=sys.stderr)
+            # Threads may sit in transfers that never complete: do not wait for them.
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
     return 0
 
 

@@ -47,6 +47,7 @@ class Trainer:
     ) -> None:
         from disagmoe.models.titan import prepare_torchtitan
 
+        world.monitor.status.write("building the model")
         prepare_torchtitan()
         from torchtitan.components.loss import cross_entropy_loss
 
@@ -81,6 +82,7 @@ class Trainer:
         moe_layers = [i for i, layer in enumerate(model_config.layers) if layer.moe is not None]
         num_experts = max(model_config.layers[i].moe.num_experts for i in moe_layers)
         self.routers = RouterTable(moe_layers, num_experts)
+        world.monitor.status.write("opening the data")
         self._masks = lambda positions_BL: attention_masks(model_config, positions_BL)
         self._data = (
             build_dataset(config.data, seq_len=training.seq_len, seed=config.debug.seed)
@@ -115,51 +117,58 @@ class Trainer:
         clock.reset()
         clock.recording = step == config.metrics.timeline_step and self._folder is not None
         reset_peak_memory(self.world.device)
-        self._status(f"step {step}, reading data")
-        inputs, valid_tokens = self._inputs(step)
+        monitor = self.world.monitor
+        monitor.status.write(f"step {step}, reading data")
+        inputs, num_valid = self._inputs(step)
+        with monitor.collective(f"step {step}, counting tokens"):
+            valid_tokens = self._sum(num_valid)
 
         loss = engine.run(inputs, loss_scale=1.0 / max(valid_tokens, 1), step=step)
-        self._status(f"step {step}, summing gradients")
-        engine.gradients.reduce()
-        grad_norm = engine.gradients.clip(config.training.max_grad_norm)
+        with monitor.collective(f"step {step}, summing gradients"):
+            engine.gradients.reduce()
+            grad_norm = engine.gradients.clip(config.training.max_grad_norm)
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        self._status(f"step {step}, optimizer")
+        monitor.status.write(f"step {step}, optimizer")
         self.optimizers.step()
         self.optimizers.zero_grad()
         self.lr_schedulers.step()
-        self.routers.gather(engine)
+        with monitor.collective(f"step {step}, summing routers' counts"):
+            self.routers.gather(engine)
         for router in engine.routers:
             if router.bias_E is not None:
                 counts_E = self.routers.counts(router.layer).to(router.bias_E.device)
                 update_router_bias(router.bias_E, counts_E[: router.bias_E.numel()], router.coeff)
 
-        self._status(f"step {step}, reporting")
-        values = self._report(step, start_s, sent_before, loss, valid_tokens, grad_norm, lr)
+        with monitor.collective(f"step {step}, reporting"):
+            values = self._report(step, start_s, sent_before, loss, valid_tokens, grad_norm, lr)
         self.logger.log(step, values)
         if clock.recording:
-            self._write_timeline()
+            with monitor.collective(f"step {step}, writing the timeline"):
+                self._write_timeline()
         return {metrics.STEP: step, **values}
 
-    def _status(self, text: str) -> None:
-        self.world.monitor.status.write(text)
-        self.world.monitor.check()
-
     def _inputs(self, step: int) -> tuple[list[MicrobatchInput], int]:
-        """This process's slices of the step's micro-batches, and the number of valid tokens of the whole step."""
+        """This process's slices of the step's micro-batches, and its share of the step's valid tokens."""
         inputs: list[MicrobatchInput] = []
-        valid = torch.zeros(1, dtype=torch.int64)
+        num_valid = 0
         if self._data is not None:
             first = (step - 1) * self.config.training.global_batch_size
             for owned in self._owned():
                 batch = self._data.batch([first + i for i in owned])
                 inputs.append(self._microbatch(batch))
-                valid += batch.num_valid_tokens
+                num_valid += batch.num_valid_tokens
             # Every A-group reads the same slices: count them once.
             if not any(w.role is Role.ATTN and w.group == 0 for w in self.engine.workers):
-                valid.zero_()
+                num_valid = 0
+        return inputs, num_valid
+
+    @staticmethod
+    def _sum(count: int) -> int:
+        """Sum over all processes. Collective."""
+        total = torch.tensor([count], dtype=torch.int64)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(valid)
-        return inputs, int(valid)
+            dist.all_reduce(total)
+        return int(total)
 
     def _owned(self) -> list[range]:
         worker = next(w for w in self.engine.workers if w.role is Role.ATTN)

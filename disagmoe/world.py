@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from disagmoe.config.checks import build_layout
 from disagmoe.config.schema import Config
@@ -20,6 +21,8 @@ from disagmoe.layout import Layout
 from disagmoe.parallelisms.failures import Monitor, StatusBoard, WorkerFailure
 
 STATUS_FOLDER = ".status"
+COLLECTIVE_MARGIN_S = 60.0
+"""By how much torch's own limit on collectives exceeds `[comm] timeout_s`: ours says more, so it should come first."""
 
 
 @dataclass(kw_only=True)
@@ -36,8 +39,11 @@ class World:
 def start_world(config: Config, folder: Path) -> World:
     """Join the run that torchrun's environment variables describe: one process a worker, one GPU each where there are.
 
+    The monitor comes first, so that a failure during all the rest is known to everyone.
+
     Raises:
         ValueError: The number of processes is not the layout's.
+        WorkerFailure: Another worker has failed meanwhile, or has not started in time.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available() and config.comm.backend != "gloo":
@@ -45,53 +51,75 @@ def start_world(config: Config, folder: Path) -> World:
         torch.cuda.set_device(device)
     backend = "gloo" if backend_of(config, device) == "gloo" else "cpu:gloo,cuda:nccl"
     layout = build_layout(config)
-    dist.init_process_group(backend, timeout=timedelta(seconds=max(config.comm.timeout_s, 60.0)))
-    if dist.get_world_size() != layout.world_size:
-        raise ValueError(f"{dist.get_world_size()} processes were started, the layout needs {layout.world_size}")
-    rank = dist.get_rank()
+    seconds = config.comm.timeout_s + COLLECTIVE_MARGIN_S
+    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    if world_size != layout.world_size:
+        raise ValueError(f"{world_size} processes were started, the layout needs {layout.world_size}")
+    status = StatusBoard(folder / STATUS_FOLDER, rank)
+    status.write("joining the run")
     monitor = Monitor(
         layout=layout,
         rank=rank,
-        store=dist.distributed_c10d._get_default_store(),
-        status=StatusBoard(folder / STATUS_FOLDER, rank),
+        store=store,
+        status=status,
         heartbeat_timeout_s=config.comm.heartbeat_timeout_s,
+        timeout_s=config.comm.timeout_s,
     )
-    monitor.catch_sigterm()
+    monitor.catch_signals()
+    with _guarded(monitor):
+        monitor.wait_until_joined(seconds)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
+        )
     return World(layout=layout, rank=rank, device=device, monitor=monitor)
 
 
 def run_guarded(world: World, body: Callable[[], None]) -> None:
-    """Run `body`; if it fails anywhere, say so to all workers, and do not return.
+    """Run `body`; if it fails anywhere, say so to all workers and raise.
 
     The worker that fails prints its traceback and posts the notice; the others end with one line that names it.
     """
-    monitor = world.monitor
-    name = monitor.workers_on(world.rank)
-    try:
+    with _guarded(world.monitor):
         body()
-    except WorkerFailure as failure:
-        notice = monitor.notice or monitor.report(str(failure))
-        _say(name, str(failure) if notice.rank == world.rank else f"ending: {notice}")
-        raise
-    except BaseException as error:
-        # A broken collective is a consequence; the cause has a moment to make itself known.
-        notice = monitor.wait_for_notice(3.0) if isinstance(error, RuntimeError) and _is_network(error) else None
-        if notice is None or notice.rank == world.rank:
-            traceback.print_exc()
-        notice = notice or monitor.report(f"{type(error).__name__}: {error}")
-        _say(name, str(notice) if notice.rank == world.rank else f"ending: {notice}")
-        raise
-    if dist.get_world_size() > 1:
-        dist.barrier()
-    monitor.stop()
+        world.monitor.finish()
     dist.destroy_process_group()
 
 
-def _is_network(error: RuntimeError) -> bool:
-    text = str(error)
-    return any(word in text for word in ("gloo", "Connection", "NCCL", "Broken pipe", "Timed out"))
+@contextlib.contextmanager
+def _guarded(monitor: Monitor) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        _explain(monitor, error)
+        error.add_note(SAID)
+        raise
 
 
-def _say(name: str, text: str) -> None:
-    sys.stderr.write(f"[{name}] {text}\n")
-    sys.stderr.flush()
+SAID = "(all that is known has been said above)"
+"""Note on an exception that has been reported."""
+
+
+def _explain(monitor: Monitor, error: BaseException) -> None:
+    """Find out whose failure it is, tell the others, and say so on stderr."""
+    trace = ""
+    if isinstance(error, WorkerFailure):
+        notice = monitor.notice or monitor.report(str(error))
+    else:
+        # A broken connection is a consequence; the cause has a moment to make itself known.
+        known = monitor.wait_for_notice(monitor.patience_s) if _is_network(error) else None
+        notice = known or monitor.report(f"{type(error).__name__}: {error}")
+        if known is None:
+            trace = traceback.format_exc()
+    if notice.rank == monitor.rank:
+        monitor.say(f"{trace}{notice}")
+    elif trace and not _is_network(error):
+        monitor.say(f"{trace}failed after another worker: {notice}")
+    else:
+        monitor.say(f"ending: {notice}")
+
+
+def _is_network(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError | ConnectionError):
+        return True
+    words = ("gloo", "Connection", "NCCL", "Broken pipe", "Timed out")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

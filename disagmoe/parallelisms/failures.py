@@ -1,36 +1,45 @@
 """How a run ends when a worker fails: nobody hangs, and everybody says whose fault it was.
 
-Every process keeps a one-line *status* (what it is doing: step, action, layer, micro-batch) in a small memory-mapped
-file, and runs a *monitor* thread. The monitor looks once a second at three things: the failure notice in the run's
-TCPStore, the processes of its own node (gone?), and the heartbeat of the next rank (host gone, process stopped?). The
-first one to see a failure posts the notice; everyone else finds it there. The main thread asks `Monitor.check` in each
-slice of every wait; should it sit in a collective that does not return, the monitor ends the process itself.
+Every process keeps a one-line *status* (step, action, layer, micro-batch) that outlives it, and runs two threads. The
+*heartbeat* talks to the run's store: the failure notice, signs of life. The *guard* looks at what this host knows: the
+other processes here, the launcher, signals, how long the store has been silent, how long this process has been in a
+collective. The first one to see a failure posts the notice; everyone else finds it there. The main thread asks
+`Monitor.check` in each slice of every wait; should it sit in a call that does not return, the guard ends the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import mmap
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import NoReturn
+from select import select
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from disagmoe.layout import Layout
+from disagmoe.parallelisms.heartbeat import NOTICE_KEY, POLL_S, Heartbeat, beat_key, is_alive
+from disagmoe.parallelisms.status import StatusBoard
 
-POLL_S = 0.5
+__all__ = ["POLL_S", "Monitor", "Notice", "PeerLost", "StatusBoard", "TransferTimeout", "WorkerFailure"]
+
 _GRACE_S = 5.0
-_STATUS_BYTES = 512
-_NOTICE_KEY = "disagmoe/failure"
+_STORE_ANSWER_S = 3.0
+_REASON_CHARS = 2000
+_DONE_KEY = "disagmoe/done"
+_LEFT_KEY = "disagmoe/left"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_GONE = "its process is gone (killed, or crashed without a word)"
+T = TypeVar("T")
 
 
 class WorkerFailure(RuntimeError):
@@ -49,56 +58,31 @@ class PeerLost(WorkerFailure):
 class Notice:
     """What the first witness of a failure tells the others."""
 
-    rank: int
-    workers: str
+    rank: int | None
+    """None: not a worker's failure (launcher, store)."""
+    worker: str
     doing: str
     reason: str
     witness: int
+    signal: int = 0
+    """The signal that `rank` was told to stop with, if that is what happened."""
 
     def __str__(self) -> str:
+        if self.rank is None:
+            return f"the run failed (seen by rank {self.witness}): {self.reason}"
         seen = "" if self.witness == self.rank else f" (seen by rank {self.witness})"
-        return f"worker {self.workers} (rank {self.rank}) failed{seen}: {self.reason}; it was doing: {self.doing}"
-
-
-class StatusBoard:
-    """One small memory-mapped file a rank that says what the rank is doing; readable after its process has died."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        path = folder / f"rank_{rank}"
-        path.write_bytes(b"\0" * _STATUS_BYTES)
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _STATUS_BYTES)
-
-    def write(self, text: str) -> None:
-        data = text.encode("utf-8", "replace")[: _STATUS_BYTES - 1]
-        self._map[: len(data) + 1] = data + b"\0"
-
-    def read(self, rank: int) -> str:
-        """The last status of `rank`; a plain statement if its file is not visible from here."""
-        try:
-            data = (self._folder / f"rank_{rank}").read_bytes()
-        except OSError:
-            return "unknown (its status file is not visible from here)"
-        return data.split(b"\0", 1)[0].decode("utf-8", "replace") or "starting"
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process of this host runs (a zombie does not)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+        if self.signal:
+            return f"worker {self.worker} was {self.reason}{seen}; it was doing: {self.doing}"
+        return f"worker {self.worker} failed{seen}: {self.reason}; it was doing: {self.doing}"
 
 
 class Monitor:
     """Watches the other workers and ends this one when one of them has failed.
 
     Args:
-        store: The run's TCPStore; the monitor uses a connection of its own (`clone`).
+        store: The run's store; the monitor uses connections of its own (`clone`).
         own_exit: Whether the monitor may end the process. Worlds that run many cases in one process turn it off.
+        timeout_s: Longest stay in a collective (see `collective`).
     """
 
     def __init__(
@@ -110,46 +94,62 @@ class Monitor:
         status: StatusBoard,
         heartbeat_timeout_s: float,
         own_exit: bool = True,
+        timeout_s: float = float("inf"),
     ) -> None:
-        self._layout = layout
-        self.rank = rank
+        self._layout, self.rank, self.status = layout, rank, status
         self._store = store.clone()
-        self.status = status
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._heartbeat_timeout_s, self._timeout_s = heartbeat_timeout_s, timeout_s
         self._own_exit = own_exit
+        self.patience_s = min(heartbeat_timeout_s + 2 * POLL_S, 17.0)
+        """How long a broken connection waits for its cause to become known."""
         self._notice: Notice | None = None
         self._notice_at_s = 0.0
-        self._exiting = False
+        self._noticed = threading.Event()
+        self._said = threading.Lock()
+        self._finishing = False
+        self._in_collective: tuple[str, float] | None = None
         self._stop = threading.Event()
-        self._terminated = False
-        self._signal_fd: socket.socket | None = None
-        self._pid_of_rank = self._exchange_pids()
-        self._watched = (rank + 1) % layout.world_size
-        self._last_beat = (-1, time.monotonic())
-        self._beats = 0
-        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._signal = 0
+        self._old_handlers: dict[int, Callable[..., object] | int | None] = {}
+        # A byte here wakes the guard; signals write theirs even while the main thread is inside a collective.
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        # torchrun starts the processes; without it, who the parent is says nothing.
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._heart = Heartbeat(
+            store=store.clone(),
+            rank=rank,
+            world_size=layout.world_size,
+            status=status,
+            timeout_s=heartbeat_timeout_s,
+            on_notice=lambda text: self._set_notice(Notice(**json.loads(text))) if text else None,
+            on_silence=self._silent,
+        )
+        self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
         self._thread.start()
 
-    def _exchange_pids(self) -> dict[int, int]:
-        """Process ids of the ranks on this host."""
-        host = socket.gethostname()
-        everyone: list[tuple[str, int] | None] = [None] * self._layout.world_size
-        if self._layout.world_size > 1:
-            dist.all_gather_object(everyone, (host, os.getpid()))
-        return {r: e[1] for r, e in enumerate(everyone) if e is not None and e[0] == host and r != self.rank}
-
-    def catch_sigterm(self) -> None:
-        """Act on SIGTERM even while the main thread is inside a collective. Call from the main thread."""
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setblocking(False)
-        signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-        signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        self._signal_fd, self._keep = ours, theirs
+    # -- names and statuses --------------------------------------------------------------------------------------
 
     def workers_on(self, rank: int) -> str:
         names = [str(w) for w in self._layout.workers_on(rank)]
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+    def describe(self, rank: int) -> str:
+        """E.g. `r0.F0.1 (rank 3, F-worker)`."""
+        letters = {w.role.letter for w in self._layout.workers_on(rank)}
+        role = f"{letters.pop()}-worker" if len(letters) == 1 else "all roles"
+        return f"{self.workers_on(rank)} (rank {rank}, {role})"
+
+    def doing(self, rank: int) -> str:
+        """What `rank` was last known to do; on another host, half a second old."""
+        if rank == self.rank or rank in self._heart.pid_of_rank:
+            return self.status.read(rank)
+        key = beat_key(rank)
+        beat = self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "", "")
+        return beat.partition(" ")[2] or "unknown"
+
+    # -- for the main thread -------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise `WorkerFailure` if a worker of the run has failed."""
@@ -160,113 +160,240 @@ class Monitor:
     def notice(self) -> Notice | None:
         return self._notice
 
-    def report(self, reason: str, *, rank: int | None = None) -> Notice:
-        """Post that `rank` (default: this one) has failed; returns the notice that counts, which may be an earlier one."""
-        rank = self.rank if rank is None else rank
-        mine = Notice(
-            rank=rank,
-            workers=self.workers_on(rank),
-            doing=self.status.read(rank),
-            reason=reason,
-            witness=self.rank,
-        )
+    def wait_until_joined(self, seconds: float) -> None:
+        """Wait until every rank has a monitor.
+
+        Raises:
+            TransferTimeout: Not all have after so long; the text names them.
+        """
+        deadline = time.monotonic() + seconds
+        while self._heart.num_joined < self._layout.world_size:
+            self.check()
+            if time.monotonic() > deadline:
+                missing = [r for r in range(self._layout.world_size) if not self._store.check([beat_key(r)])]
+                names = ", ".join(self.describe(r) for r in missing)
+                raise TransferTimeout(f"waited {seconds:g} s for all workers to start; still missing: {names}")
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def collective(self, text: str) -> Iterator[None]:
+        """Around collectives and what leads to them: sets the status, and limits the stay to `timeout_s`."""
+        self.status.write(text)
+        self.check()
+        self._in_collective = (text, time.monotonic())
         try:
-            first = self._store.compare_set(_NOTICE_KEY, "", json.dumps(asdict(mine)))
-            notice = Notice(**json.loads(first))
-        except (RuntimeError, ValueError):
-            notice = mine  # The store went down with the failed host.
-        self._set_notice(notice)
-        return notice
+            yield
+        finally:
+            self._in_collective = None
+
+    def report(self, reason: str, *, rank: int | None = None, signal_number: int = 0) -> Notice:
+        """Post that `rank` (default: this one) has failed.
+
+        Returns:
+            The notice that counts, which may be an earlier one.
+        """
+        rank = self.rank if rank is None else rank
+        return self._post(
+            Notice(
+                rank=rank,
+                worker=self.describe(rank),
+                doing=self.doing(rank),
+                reason=reason if len(reason) <= _REASON_CHARS else f"{reason[:_REASON_CHARS]} ...",
+                witness=self.rank,
+                signal=signal_number,
+            )
+        )
 
     def wait_for_notice(self, seconds: float) -> Notice | None:
         """Give the failing worker time to say so itself, so that the cause is reported and not its consequence."""
-        deadline = time.monotonic() + seconds
-        while self._notice is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        self._wake()
+        self._noticed.wait(seconds)
         return self._notice
 
+    def say(self, text: str) -> bool:
+        """Write this process's last words, once: False if it has said them already."""
+        if not self._said.acquire(blocking=False):
+            return False
+        name = self.workers_on(self.rank)
+        data = "".join(f"[{name}] {line}\n" if line else "\n" for line in text.splitlines()).encode()
+        # In one piece, so that the workers' lines do not mix; not through sys.stderr, whose lock may be taken.
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(2, data) :]
+        return True
+
+    def finish(self) -> None:
+        """End of a run that went well: wait until every worker has come this far, then stop watching. Collective.
+
+        Raises:
+            WorkerFailure: A worker has failed before it came this far.
+        """
+        self.status.write("finished, waiting for the others")
+        size = self._layout.world_size
+        self._finishing = True
+        with contextlib.suppress(dist.DistError):  # the store's host has finished first
+            done = self._store.add(_DONE_KEY, 1)
+            while done < size:
+                self.check()
+                time.sleep(0.02)
+                done = self._store.add(_DONE_KEY, 0)
+        self.stop()
+        self.status.remove()
+        with contextlib.suppress(dist.DistError):
+            left, deadline = self._store.add(_LEFT_KEY, 1), time.monotonic() + _GRACE_S
+            # Rank 0 may host the store, so it leaves last.
+            while self.rank == 0 and left < size and time.monotonic() < deadline:
+                time.sleep(0.02)
+                left = self._store.add(_LEFT_KEY, 0)
+
     def stop(self) -> None:
-        """End of a run that went well (call it after a barrier)."""
+        """Stop watching; `finish` does, too. From the main thread."""
         self._stop.set()
+        self._wake()
+        self._heart.stop()
         self._thread.join(timeout=5.0)
+        if self._old_handlers:
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def catch_signals(self) -> None:
+        """Act on a request to stop even while the main thread is inside a collective. Call from the main thread.
+
+        A process alone keeps Python's own behaviour on Ctrl-C.
+        """
+        for number in _SIGNALS:
+            alone = number == signal.SIGINT and self._layout.world_size == 1
+            if not alone and signal.getsignal(number) is not signal.SIG_IGN:
+                self._old_handlers[number] = signal.signal(number, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
 
     def leave(self, code: int) -> NoReturn:
         """End this process at once: threads may sit in transfers that never complete."""
-        self._exiting = True
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush = threading.Thread(target=_flush, daemon=True)
+        flush.start()
+        flush.join(timeout=1.0)  # whoever holds the stream's lock may be stuck
         os._exit(code)
+
+    # -- inside --------------------------------------------------------------------------------------------------
 
     def _set_notice(self, notice: Notice) -> None:
         if self._notice is None:
             self._notice, self._notice_at_s = notice, time.monotonic()
+            self._noticed.set()
+
+    def _post(self, mine: Notice) -> Notice:
+        if self._notice is None:
+            text = self._ask(lambda: self._store.compare_set(NOTICE_KEY, "", json.dumps(asdict(mine))).decode(), "")
+            self._set_notice(Notice(**json.loads(text)) if text else mine)
+        assert self._notice is not None
+        return self._notice
+
+    def _ask(self, question: Callable[[], T], default: T) -> T:
+        """Ask the store something; `default` if it does not answer soon (it may have gone down with its host)."""
+        answer: list[T] = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):
+                answer.append(question())
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(timeout=_STORE_ANSWER_S)
+        return answer[0] if answer else default
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"\0")
 
     def _run(self) -> None:
+        looked_s = time.monotonic()
         while not self._stop.is_set():
-            self._sleep(POLL_S)
             try:
-                self._look()
-            except (RuntimeError, ValueError, OSError) as error:
+                if select([self._wake_in], [], [], POLL_S)[0]:
+                    received = self._wake_in.recv(64)
+                    self._signal = next((n for n in received if n in _SIGNALS), self._signal)
                 if self._stop.is_set():
                     return
-                self._set_notice(
-                    Notice(
-                        rank=0,
-                        workers=self.workers_on(0),
-                        doing="unknown",
-                        reason=f"the run's store no longer answers ({str(error)[:120]})",
-                        witness=self.rank,
-                    )
-                )
-            self._maybe_exit()
+                now = time.monotonic()
+                if now - looked_s > POLL_S + 2.0:  # this process was stopped: the store's silence proves nothing
+                    self._heart.last_answer_s = now
+                    if self._in_collective is not None:
+                        self._in_collective = (self._in_collective[0], now)
+                looked_s = now
+                if self._notice is None:
+                    self._look(now)
+                self._maybe_exit()
+            except Exception:  # a fault of the guard's own must neither end it nor stay unseen
+                if not self._stop.is_set():
+                    traceback.print_exc()
+                    time.sleep(POLL_S)
 
-    def _sleep(self, seconds: float) -> None:
-        if self._signal_fd is None:
-            self._stop.wait(seconds)
-            return
-        if select.select([self._signal_fd], [], [], seconds)[0] and signal.SIGTERM in self._signal_fd.recv(64):
-            self._terminated = True
-
-    def _look(self) -> None:
-        self._beats += 1
-        self._store.set(f"disagmoe/beat/{self.rank}", str(self._beats))
-        if self._notice is None and self._store.check([_NOTICE_KEY]):
-            text = self._store.get(_NOTICE_KEY).decode()
-            if text:
-                self._set_notice(Notice(**json.loads(text)))
-        if self._notice is not None or self._stop.is_set():
-            return
-        for rank, pid in self._pid_of_rank.items():
-            if not _is_alive(pid):
-                self.report("its process is gone (killed, or crashed without a word)", rank=rank)
+    def _look(self, now: float) -> None:
+        for rank, pid in list(self._heart.pid_of_rank.items()):
+            if not is_alive(pid):
+                if not self._all_done():
+                    self.report(_GONE, rank=rank)
                 return
-        self._look_at_heartbeat()
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._report_run("the launcher of this process (torchrun) is gone")
+        elif self._heart.error is not None or now - self._heart.last_answer_s > self._heartbeat_timeout_s:
+            if not self._finishing:
+                silence = f"has not answered for {self._heartbeat_timeout_s:g} s"
+                self._report_run(f"the store on the first node {self._heart.error or silence} (launcher or host gone)")
+        elif self._in_collective is not None and now - self._in_collective[1] > self._timeout_s:
+            self.report(self._late(self._in_collective[0]))
 
-    def _look_at_heartbeat(self) -> None:
-        if self._watched == self.rank or not self._store.check([f"disagmoe/beat/{self._watched}"]):
-            return
-        beat = int(self._store.get(f"disagmoe/beat/{self._watched}"))
-        now = time.monotonic()
-        if beat != self._last_beat[0]:
-            self._last_beat = (beat, now)
-        elif now - self._last_beat[1] > self._heartbeat_timeout_s:
-            self.report(
-                f"no sign of life for {self._heartbeat_timeout_s:.0f} s "
-                "(process stopped, host gone or network cut)",
-                rank=self._watched,
-            )
+    def _late(self, text: str) -> str:
+        elsewhere = [
+            f"{self.describe(r)}, which is doing: {doing}"
+            for r in range(self._layout.world_size)
+            if r != self.rank and (doing := self.doing(r)) != text
+        ]
+        others = "; ".join(elsewhere[:4]) or "nobody is elsewhere"
+        return f"waited longer than [comm] timeout_s = {self._timeout_s:g} s in collectives; not there: {others}"
+
+    def _silent(self, rank: int) -> None:
+        if self._notice is None and not self._stop.is_set() and not self._all_done():
+            limit = f"{self._heartbeat_timeout_s:g} s"
+            self.report(f"no sign of life for {limit} (process stopped, host gone or network cut)", rank=rank)
+
+    def _all_done(self) -> bool:
+        """Whether everybody has trained to the end, so that processes may go."""
+        if not self._finishing:
+            return False
+        return self._ask(lambda: self._store.add(_DONE_KEY, 0) >= self._layout.world_size, True)
+
+    def _report_run(self, reason: str) -> None:
+        self._post(Notice(rank=None, worker="", doing="", reason=reason, witness=self.rank))
 
     def _maybe_exit(self) -> None:
-        if not self._own_exit or self._exiting:
+        if not self._own_exit:
             return
-        if self._terminated:
-            for rank, pid in self._pid_of_rank.items():
-                if self._notice is None and not _is_alive(pid):
-                    self.report("its process is gone (killed, or crashed without a word)", rank=rank)
+        if self._signal and self._notice is None:
+            # Launchers stop the others as soon as one has failed: who failed may be known by now.
+            self._heart.look_now(_STORE_ANSWER_S)
             if self._notice is None:
-                sys.stderr.write(f"[{self.workers_on(self.rank)}] stopped by SIGTERM: {self.status.read(self.rank)}\n")
-                self.leave(143)
-            self._notice_at_s = 0.0
-        if self._notice is not None and time.monotonic() - self._notice_at_s > _GRACE_S:
-            sys.stderr.write(f"[{self.workers_on(self.rank)}] ending: {self._notice}\n")
-            self.leave(1)
+                self._look(time.monotonic())
+            if self._notice is None:
+                name = signal.Signals(self._signal).name
+                self.report(f"stopped by {name}", signal_number=self._signal)
+        notice = self._notice
+        if notice is None or (not self._signal and time.monotonic() - self._notice_at_s < _GRACE_S):
+            return
+        if notice.signal and self._signal:
+            name = signal.Signals(self._signal).name
+            self.say(f"stopped by {name}; it was doing: {self.status.read(self.rank)}")
+            self.leave(128 + self._signal)
+        if not self.say(str(notice) if notice.rank == self.rank else f"ending: {notice}"):
+            # The main thread is about to end the process itself.
+            self._stop.wait(_GRACE_S)
+        self.leave(1)
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
