@@ -20,16 +20,26 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, swiglu
 
+from disagmoe.models.deferred import WeightGradients, active, add_to_grad
+
 
 class _GroupedLinear(torch.autograd.Function):
     """`grouped_linear` as one matrix product an expert, without a graph node for each.
 
     One node instead of E slices and products: on CPU with small experts the bookkeeping would cost more than the
-    arithmetic. Weight gradients are written into one buffer, zeros for experts without rows.
+    arithmetic. Weight gradients are written into one buffer, zeros for experts without rows. `owed`, if given and the
+    weight is a parameter, takes them over (see `disagmoe.models.deferred`).
     """
 
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, counts: Sequence[int]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_RI: Tensor,
+        weight_EOI: Tensor,
+        bias_EO: Tensor | None,
+        counts: Sequence[int],
+        owed: WeightGradients | None,
+    ) -> Tensor:
         out_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
         start = 0
         for expert, count in enumerate(counts):
@@ -40,16 +50,23 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 torch.addmm(bias_EO[expert], x_RI[rows], weight_EOI[expert].t(), out=out_RO[rows])
         out_RO[start:].zero_()
-        ctx.save_for_backward(x_RI, weight_EOI)
-        ctx.counts, ctx.has_bias = counts, bias_EO is not None
+        ctx.save_for_backward(x_RI)
+        ctx.weight_EOI = weight_EOI
+        ctx.counts, ctx.has_bias, ctx.owed = counts, bias_EO is not None, owed
         return out_RO
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (grad_RO,) = grads
-        x_RI, weight_EOI = ctx.saved_tensors
+        (x_RI,) = ctx.saved_tensors
+        weight_EOI = ctx.weight_EOI
         grad_x = torch.empty_like(x_RI) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.empty_like(weight_EOI) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.owed is not None:
+            counts = ctx.counts
+            ctx.owed.owe(lambda: add_to_grad(weight_EOI, _grouped_outer(grad_RO, x_RI, weight_EOI, counts)))
+        elif ctx.needs_input_grad[1]:
+            grad_weight = _grouped_outer(grad_RO, x_RI, weight_EOI, ctx.counts)
         grad_bias = weight_EOI.new_empty(weight_EOI.shape[:2]) if ctx.has_bias else None
         start = 0
         for expert, count in enumerate(ctx.counts):
@@ -57,13 +74,47 @@ class _GroupedLinear(torch.autograd.Function):
             start += count
             if grad_x is not None:
                 torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x[rows])
-            if grad_weight is not None:
-                torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_weight[expert])
             if grad_bias is not None:
                 torch.sum(grad_RO[rows], dim=0, out=grad_bias[expert])
         if grad_x is not None:
             grad_x[start:].zero_()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+@torch.no_grad()
+def _grouped_outer(grad_RO: Tensor, x_RI: Tensor, like_EOI: Tensor, counts: Sequence[int]) -> Tensor:
+    """The weight gradient [E, O, I]: for each expert, grad^T x over its rows; zeros for an expert without rows."""
+    grad_weight = torch.empty_like(like_EOI)
+    start = 0
+    for expert, count in enumerate(counts):
+        rows = slice(start, start + count)
+        start += count
+        torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_weight[expert])
+    return grad_weight
+
+
+class _FusedGroupedLinear(torch.autograd.Function):
+    """torch's grouped product with its weight gradient put off."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor, owed: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x_RI, offsets_E)
+        ctx.weight_EOI, ctx.owed = weight_EOI, owed
+        return torch._grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=offsets_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        grad_RO = grads[0].contiguous()
+        x_RI, offsets_E = ctx.saved_tensors
+        weight_EOI = ctx.weight_EOI
+
+        def weight_gradient() -> None:
+            with torch.no_grad():
+                add_to_grad(weight_EOI, torch._grouped_mm(grad_RO.t(), x_RI, offs=offsets_E))
+
+        ctx.owed.owe(weight_gradient)
+        grad_x = torch._grouped_mm(grad_RO, weight_EOI, offs=offsets_E) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None
 
 
 class _Groups:
@@ -84,10 +135,14 @@ class _Groups:
         """
         weight_EOI = weight_EOI.to(x_RI.dtype)
         bias_EO = None if bias_EO is None else bias_EO.to(x_RI.dtype)
+        owed = active() if weight_EOI.is_leaf and torch.is_grad_enabled() else None
         if not self.fused:
-            return _GroupedLinear.apply(x_RI, weight_EOI, bias_EO, self.counts)
+            return _GroupedLinear.apply(x_RI, weight_EOI, bias_EO, self.counts, owed)
         assert self.offsets_E is not None
-        out_RO = torch._grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=self.offsets_E)
+        if owed is not None:
+            out_RO = _FusedGroupedLinear.apply(x_RI, weight_EOI, self.offsets_E, owed)
+        else:
+            out_RO = torch._grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=self.offsets_E)
         if bias_EO is None:
             return out_RO
         tail = (self.num_rows - self.offsets_E[-1:]).to(self.counts_E.dtype)

@@ -7,6 +7,7 @@ from torch import nn
 from torchtitan.models.common.decoder import Decoder
 
 from disagmoe.layout import Stage
+from disagmoe.models.deferred import WeightGradients
 from disagmoe.models.init import init_parameters, materialize
 from disagmoe.models.split import AttentionPart, ExpertPart, build_attention_part, build_expert_part
 
@@ -58,6 +59,9 @@ class DecoderParts:
     def expert_parameters(self, part: nn.Module) -> list[nn.Parameter]:
         assert isinstance(part, ExpertPart)
         return list(part.layers[str(part.stage.moe_layer)].moe.routed_experts.parameters())
+
+    def weight_gradients(self) -> WeightGradients:
+        return WeightGradients()
 
     def router_state(self, part: nn.Module):  # type: ignore[no-untyped-def]
         return part.router_state if isinstance(part, AttentionPart) else None

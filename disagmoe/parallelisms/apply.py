@@ -23,10 +23,10 @@ from disagmoe.parallelisms.failures import Monitor
 from disagmoe.parallelisms.gradients import GradientSync, SyncGroup
 from disagmoe.parallelisms.mesh import EdgeKey, Meshes, hop_edge
 from disagmoe.parallelisms.runtime import AFPipeRuntime, LossFunction
-from disagmoe.parallelisms.stage import DisagStage, RouterStats, StageLinks
+from disagmoe.parallelisms.stage import DisagStage, RouterStats, StageLinks, WeightGradientsLike
 from disagmoe.parallelisms.transfer.channel import Channel, ChannelContext
 from disagmoe.parallelisms.transfer.wire import BufferPool, MessageKind, WireFormat
-from disagmoe.schedules.actions import Schedule
+from disagmoe.schedules.actions import Kind, Schedule
 
 _KIND_OF_EDGE = {
     ("m2n", False): MessageKind.DISPATCH,
@@ -66,6 +66,10 @@ class SublayerFactory(Protocol):
 
     def expert_parameters(self, part: nn.Module) -> list[nn.Parameter]:
         """Parameters of an F-part that are sharded over the workers."""
+        ...
+
+    def weight_gradients(self) -> WeightGradientsLike:
+        """Holder of the weight gradients that one stage puts off for one micro-batch."""
         ...
 
     def router_state(self, part: nn.Module) -> RouterState | None:
@@ -158,6 +162,7 @@ def apply_disagmoe(
             "clock": clock,
             "dim": factory.dim,
             "row_dtype": factory.row_dtype,
+            "weight_gradients": factory.weight_gradients if _is_split(schedule) else None,
             "recompute": disagmoe.recompute == "full" or (disagmoe.recompute == "ffn" and spec.role is Role.FFN),
         }
         stages.append(_build_stage(factory, layout, spec, worker, common))
@@ -172,6 +177,10 @@ def apply_disagmoe(
         clock_offset_s=clock_offset_s,
         pool=pool,
     )
+
+
+def _is_split(schedule: Schedule) -> bool:
+    return any(action.kind is Kind.BACKWARD_INPUT for program in schedule.compute for action in program)
 
 
 def _build_stage(

@@ -55,8 +55,8 @@ class AttentionStage(DisagStage):
         self._combine_counts.clear()
         self._sent.clear()
 
-    def _compute(self, *args: Tensor) -> tuple[Tensor, ...]:
-        inputs = self._inputs[self._microbatch]
+    def _compute(self, microbatch: int, *args: Tensor) -> tuple[Tensor, ...]:
+        inputs = self._inputs[microbatch]
         result = self.submod(args[0], inputs.positions_BL, inputs.masks)
         if self.is_last:
             return (result,)

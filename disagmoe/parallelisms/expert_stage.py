@@ -39,8 +39,8 @@ class ExpertStage(DisagStage):
         super().clear_runtime_states()
         self._received.clear()
 
-    def _compute(self, *args: Tensor) -> tuple[Tensor, ...]:
-        meta = self._received[self._microbatch]
+    def _compute(self, microbatch: int, *args: Tensor) -> tuple[Tensor, ...]:
+        meta = self._received[microbatch]
         return (self.submod(args[0], args[1], meta.pair_row_Q, meta.pair_expert_Q, meta.primary_P),)
 
     def _take_input(self, microbatch: int) -> tuple[Tensor, ...] | None:

@@ -11,8 +11,10 @@ R rows received, Q (token, expert) pairs received.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,6 +38,16 @@ class RoutingLike(Protocol):
     """int64, global."""
     scores_TE: Tensor
     """fp32, detached: router scores, for the entropy metric."""
+
+
+class WeightGradientsLike(Protocol):
+    """Weight gradients that a stage puts off in a split backward."""
+
+    def collect(self) -> AbstractContextManager[None]:
+        """Forwards inside leave their weight gradients to `run`."""
+        ...
+
+    def run(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -107,6 +119,7 @@ class DisagStage(_PipelineStageBase):
         dim: int,
         row_dtype: torch.dtype,
         recompute: bool,
+        weight_gradients: Callable[[], WeightGradientsLike] | None,
     ) -> None:
         # The base refuses a world with more ranks than stages, but our pipeline rank is the component group.
         super().__init__(submodule, spec.index, max(num_stages, dist.get_world_size(group)), device, group)
@@ -119,6 +132,10 @@ class DisagStage(_PipelineStageBase):
         self._empty: set[int] = set()
         """Micro-batches of which this worker has nothing: no compute, no gradient, empty messages."""
         self._num_outputs = 1
+        self._new_weight_gradients = weight_gradients
+        self._owed: dict[int, WeightGradientsLike] = {}
+        if weight_gradients is not None:
+            self.dw_builder = self._weight_gradient_runner
 
     # -- torch's stage interface ---------------------------------------------------------------------------------
 
@@ -135,14 +152,25 @@ class DisagStage(_PipelineStageBase):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def forward_maybe_with_nosync(self, *args: Any, **_kwargs: Any) -> tuple[Tensor, ...]:
+        # Bound now: a recomputation happens while another micro-batch is current.
+        compute = partial(self._compute, self._microbatch)
+        if self._new_weight_gradients is not None:
+            owed = self._owed[self._microbatch] = self._new_weight_gradients()
+            compute = partial(_collecting, owed, compute)
         if self._recompute:
-            return checkpoint(self._compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return self._compute(*args, **kwargs)
+            return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False)
+        return compute(*args)
+
+    def _weight_gradient_runner(self) -> Callable[..., None]:
+        """torch's `dw_builder`: called after an input-gradient pass, for the function that pays what it owes."""
+        return self._owed.pop(self._microbatch).run
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self.bwd_cache.clear()
+        self.dw_runner.clear()
+        self._owed.clear()
         self._empty.clear()
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -173,6 +201,7 @@ class DisagStage(_PipelineStageBase):
             if not self.is_last:
                 self._take_gradient(microbatch)
             return
+        self._microbatch = microbatch
         self.backward_one_chunk(microbatch, loss=loss, full_backward=full)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -209,7 +238,7 @@ class DisagStage(_PipelineStageBase):
         )
 
     @abstractmethod
-    def _compute(self, *args: Tensor) -> tuple[Tensor, ...]: ...
+    def _compute(self, microbatch: int, *args: Tensor) -> tuple[Tensor, ...]: ...
 
     @abstractmethod
     def _take_input(self, microbatch: int) -> tuple[Tensor, ...] | None:
@@ -229,3 +258,10 @@ class DisagStage(_PipelineStageBase):
 
     @abstractmethod
     def send_backward(self, microbatch: int) -> None: ...
+
+
+def _collecting(
+    owed: WeightGradientsLike, compute: Callable[..., tuple[Tensor, ...]], *args: Tensor
+) -> tuple[Tensor, ...]:
+    with owed.collect():
+        return compute(*args)
