@@ -34,11 +34,12 @@ from disagmoe.schedules.validate import validate
 
 ROUND_FACTOR = {"plain": 1, "deep": 2}
 """Length of a round in units of p_A + p_F micro-batches."""
-ASSUMED_HOP = {"plain": 1, "deep": 2}
-"""Transfer time a hop assumed while merging, in halves of an average forward (see `assumed_costs`)."""
-SPARES = (2, 4, 0.2)
-"""Tried in this order. Two is what the way to the head and back takes."""
-WORTHWHILE = 0.005
+ASSUMED_HOP = 2
+"""Transfer time a hop assumed while merging, in halves of an average forward (see `assumed_costs`). An order made for
+c = f is good for shorter transfers too; one made for c = 0 is not good for any other."""
+SPARES = {"plain": (2, 0.1, 0.2), "deep": (4, 0.1, 0.2)}
+"""Values of `Wave.spare` to try, in this order. Two is what the way to the head and back takes."""
+WORTHWHILE = 0.01
 """Share of the makespan for which a wave that needs more memory is taken."""
 
 
@@ -123,7 +124,7 @@ def candidate_waves(layout: Layout, *, name: str, num_microbatches: int, in_flig
             continue
         room = not in_flight or 3 * longest <= cap
         overlaps = (False, True) if layout.attn_depth != layout.ffn_depth and count > 1 and room else (False,)
-        for overlap, spare in itertools.product(overlaps, SPARES[:1] if len(counts) > 1 else SPARES):
+        for overlap, spare in itertools.product(overlaps, SPARES[name][:1] if len(counts) > 1 else SPARES[name]):
             yield Wave(rounds=rounds, overlap=overlap, spare=spare)
 
 
@@ -137,7 +138,7 @@ def best_order(
     in_flight: int,
 ) -> tuple[tuple[Action, ...], ...]:
     """Play every wave on assumed costs and keep the order that ends first: a later one if it gains `WORTHWHILE`."""
-    costs = assumed_costs(layout, stages, hop=ASSUMED_HOP[name])
+    costs = assumed_costs(layout, stages, hop=ASSUMED_HOP)
     best: ListSchedule | None = None
     for wave in waves:
         policy = wave_policy(layout, group_of_stage, wave, name=name, in_flight=in_flight)

@@ -110,7 +110,10 @@ def _required(schedule: Schedule, where: dict[Action, int], stage: int, microbat
 
 
 def check_local_order(schedule: Schedule) -> None:
-    """Within each group: a receive is posted before its compute action, a send follows it, backward follows forward."""
+    """Within each group: a receive is posted before its compute action, a send follows it, backward follows forward.
+
+    A gradient's receive follows the stage's forward, from which its size is known.
+    """
     for group, program in enumerate(schedule.programs):
         done: set[Action] = set()
         for action in program:
@@ -123,9 +126,9 @@ def check_local_order(schedule: Schedule) -> None:
 def _local_dependencies(action: Action, num_stages: int, done: set[Action]) -> Iterator[Action]:
     """What must precede `action` in its own group's program."""
     kind, stage, microbatch = action
-    if kind in _RECEIVES:
+    if kind is Kind.RECV_F:
         return
-    if kind is Kind.SEND_F:
+    if kind in (Kind.SEND_F, Kind.RECV_B):
         yield Action(Kind.FORWARD, stage, microbatch)
     elif kind is Kind.SEND_B:
         half = Action(Kind.BACKWARD_INPUT, stage, microbatch)
