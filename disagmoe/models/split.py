@@ -176,7 +176,7 @@ def _add_rows(out_RD: Tensor, index_Q: Tensor, rows_QD: Tensor) -> Tensor:
     """out[index_q] += rows_q, in the order of q on every device (torch's `index_add` is so only on CPU)."""
     if out_RD.device.type == "cpu":
         return out_RD.index_add(0, index_Q, rows_QD)
-    return deterministic_scatter_add(out_RD, index_Q.unsqueeze(1).expand_as(rows_QD), rows_QD)
+    return deterministic_scatter_add(out_RD, index_Q.long().unsqueeze(1).expand_as(rows_QD), rows_QD)
 
 
 class ExpertPart(nn.Module):

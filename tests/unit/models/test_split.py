@@ -58,6 +58,16 @@ def test_recomputed_parts_equal_the_unsplit_model(family: str) -> None:
     compare(family, LocalPipeline(debug_config(family), attn_depth=2, ffn_workers=3, recompute=True))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_deterministic_algorithms(family: str) -> None:
+    """Torch then also fills uninitialised memory with NaN, which would show if any of it were read."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(family, LocalPipeline(debug_config(family), attn_depth=2, ffn_workers=8))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_without_router_bias() -> None:
     config = debug_config("deepseek_moe", load_balance_coeff=0)
     pipeline = LocalPipeline(config, ffn_workers=2)
