@@ -13,7 +13,7 @@ from disagmoe.schedules import Kind, make_schedule, peak_in_flight, peak_microba
 from .helpers import Case, cases, execute, make_layout, pictures
 
 QUICK = settings(max_examples=150, deadline=None)
-WIDE = settings(max_examples=5000, deadline=None)
+WIDE = settings(max_examples=2000, deadline=None)
 
 
 def check(case: Case) -> None:
