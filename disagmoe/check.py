@@ -54,15 +54,7 @@ def make_plan(resolved: ResolvedConfig) -> Plan:
     schedule = None
     if config.parallelism.mode == "disagmoe":
         try:
-            schedule = make_schedule(
-                layout,
-                shape.is_moe_layer,
-                name=part.schedule,
-                num_microbatches=part.microbatches,
-                in_flight=part.in_flight,
-                hoist=part.hoist,
-                send_after=part.send_after,
-            )
+            schedule = make_schedule(layout, shape.is_moe_layer, **part.schedule_options())
         except ValueError as error:
             raise ConfigError([resolved.problem("disagmoe.schedule", str(error))]) from error
     return Plan(

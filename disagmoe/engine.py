@@ -11,19 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from disagmoe.config.checks import build_layout
+from disagmoe.api import make_disagmoe_meshes, pipeline_disagmoe
 from disagmoe.config.schema import Config
-from disagmoe.layout import Layout, Role, Worker, build_stages
+from disagmoe.layout import Role, Worker
 from disagmoe.models.init import build_model, init_parameters, materialize
-from disagmoe.models.parts import DecoderParts
-from disagmoe.parallelisms.apply import Pipeline, apply_disagmoe
 from disagmoe.parallelisms.clock import StepClock
 from disagmoe.parallelisms.failures import Monitor
 from disagmoe.parallelisms.gradients import GradientSync, SyncGroup
-from disagmoe.parallelisms.mesh import Meshes, estimate_clock_offsets, make_meshes
 from disagmoe.parallelisms.runtime import LossFunction
 from disagmoe.parallelisms.stage import MicrobatchInput, RouterStats
-from disagmoe.schedules import Schedule, make_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,27 +145,27 @@ class DisagEngine(Engine):
         loss_fn: LossFunction,
         monitor: Monitor,
     ) -> None:
-        layout = build_layout(config)
-        parts = DecoderParts(model_config, seed=config.debug.seed, device=device, dtype=dtype)
-        schedule = schedule_of(config, parts.is_moe_layer)
-        self.pipeline, self._meshes = disaggregate(
-            parts,
-            layout=layout,
-            schedule=schedule,
-            config=config,
+        self._meshes = make_disagmoe_meshes(model_config, config.disagmoe, device=device, comm=config.comm)
+        self.pipeline = pipeline_disagmoe(
+            model_config,
+            self._meshes,
+            config.disagmoe,
             device=device,
+            dtype=dtype,
             loss_fn=loss_fn,
+            seed=config.debug.seed,
+            comm=config.comm,
             monitor=monitor,
         )
         self.modules = self.pipeline.modules
         self.gradients = self.pipeline.gradients
         self.clock = self.pipeline.clock
         self.clock_offset_s = self.pipeline.clock_offset_s
-        self.workers = layout.workers_on(dist.get_rank())
+        self.workers = self._meshes.layout.workers_on(dist.get_rank())
         self.owns_samples = any(w.role is Role.ATTN for w in self.workers)
         self.routers = []
         for stage in self.pipeline.attention_stages():
-            state = parts.router_state(stage.submod)
+            state = stage.router
             assert state is not None and stage.stats is not None and stage.spec.moe_layer is not None
             self.routers.append(
                 RouterHandle(
@@ -190,64 +186,3 @@ class DisagEngine(Engine):
     def close(self) -> None:
         self.pipeline.close()
         self._meshes.destroy()
-
-
-def schedule_of(config: Config, is_moe_layer: Sequence[bool]) -> Schedule:
-    """The schedule that `[disagmoe]` describes."""
-    d = config.disagmoe
-    return make_schedule(
-        build_layout(config),
-        is_moe_layer,
-        name=d.schedule,
-        num_microbatches=d.microbatches,
-        in_flight=d.in_flight,
-        hoist=d.hoist,
-        send_after=d.send_after,
-    )
-
-
-def disaggregate(
-    parts: DecoderParts,
-    *,
-    layout: Layout,
-    schedule: Schedule,
-    config: Config,
-    device: torch.device,
-    loss_fn: LossFunction,
-    monitor: Monitor,
-) -> tuple[Pipeline, Meshes]:
-    """The library entry: a model on a layout, as stages and a runnable schedule. Collective over the world.
-
-    Another trainer needs this, `Pipeline.runtime.run_step`, `Pipeline.gradients` and an optimizer over
-    `Pipeline.modules`; see `docs/library.md`.
-
-    Args:
-        parts: The model, e.g. `DecoderParts(make_portable(recipe.model_config(flavor), ...), ...)`.
-        schedule: From `make_schedule` (or `schedule_of`), for the same layout and layers.
-        config: Its `[disagmoe]` and `[comm]` sections are read.
-        loss_fn: (logits [B, L, V], labels [B, L]) -> sum of the loss over valid tokens.
-    """
-    backend = backend_of(config, device)
-    stages = build_stages(layout, parts.is_moe_layer)
-    meshes = make_meshes(
-        layout, stages, device_type=device.type, backend=backend, timeout_s=max(config.comm.timeout_s, 60.0)
-    )
-    pipeline = apply_disagmoe(
-        parts,
-        meshes=meshes,
-        schedule=schedule,
-        disagmoe=config.disagmoe,
-        comm=config.comm,
-        device=device,
-        loss_fn=loss_fn,
-        monitor=monitor,
-        clock_offset_s=estimate_clock_offsets(dist.get_rank(), dist.get_world_size()),
-    )
-    return pipeline, meshes
-
-
-def backend_of(config: Config, device: torch.device) -> str:
-    """`gloo` or `nccl`, from `[comm] backend` and the device."""
-    if config.comm.backend != "auto":
-        return config.comm.backend
-    return "nccl" if device.type == "cuda" else "gloo"

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from disagmoe.api import backend_of
 from disagmoe.config.checks import build_layout
 from disagmoe.config.schema import Config
-from disagmoe.engine import backend_of
 from disagmoe.layout import Layout
 from disagmoe.parallelisms.failures import Monitor, StatusBoard, WorkerFailure
 
@@ -49,7 +49,7 @@ def start_world(config: Config, folder: Path) -> World:
     if torch.cuda.is_available() and config.comm.backend != "gloo":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    backend = "gloo" if backend_of(config, device) == "gloo" else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if backend_of(config.comm, device) == "gloo" else "cpu:gloo,cuda:nccl"
     layout = build_layout(config)
     seconds = config.comm.timeout_s + COLLECTIVE_MARGIN_S
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))

@@ -46,16 +46,7 @@ def build_layout(config: Config) -> Layout:
     """The workers of a configuration; a single colocated replica for `mode = "none"`."""
     if config.parallelism.mode == "none":
         return Layout(attn_depth=1, ffn_depth=1, attn_workers=1, ffn_workers=1, colocate=True)
-    part = config.disagmoe
-    return Layout(
-        attn_depth=part.attn_depth,
-        ffn_depth=part.ffn_depth,
-        attn_workers=part.attn_workers,
-        ffn_workers=part.ffn_workers,
-        replicas=part.replicas,
-        colocate=part.colocate,
-        rank_order=part.rank_order if isinstance(part.rank_order, str) else tuple(part.rank_order),
-    )
+    return config.disagmoe.layout()
 
 
 def find_problems(resolved: ResolvedConfig) -> Iterator[Problem]:

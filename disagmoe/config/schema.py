@@ -8,9 +8,11 @@ are in `disagmoe.config.checks`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+
+from disagmoe.layout import Layout
 
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
@@ -63,6 +65,32 @@ class DisagMoEConfig:
     """One process holds a whole replica (attn_workers = ffn_workers = 1): for one GPU, or a debugger."""
     recompute: Literal["none", "ffn", "full"] = "none"
     """`ffn`: F-stages keep the received rows and recompute the rest in backward; `full`: A-stages too."""
+
+    def layout(self) -> Layout:
+        """The workers that these values describe.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        return Layout(
+            attn_depth=self.attn_depth,
+            ffn_depth=self.ffn_depth,
+            attn_workers=self.attn_workers,
+            ffn_workers=self.ffn_workers,
+            replicas=self.replicas,
+            colocate=self.colocate,
+            rank_order=self.rank_order if isinstance(self.rank_order, str) else tuple(self.rank_order),
+        )
+
+    def schedule_options(self) -> dict[str, Any]:
+        """Keyword arguments of `disagmoe.schedules.make_schedule`."""
+        return {
+            "name": self.schedule,
+            "num_microbatches": self.microbatches,
+            "in_flight": self.in_flight,
+            "hoist": self.hoist,
+            "send_after": self.send_after,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torchtitan.models.common.decoder import Decoder
@@ -63,5 +65,6 @@ class DecoderParts:
     def weight_gradients(self) -> WeightGradients:
         return WeightGradients()
 
-    def router_state(self, part: nn.Module):  # type: ignore[no-untyped-def]
+    def router_state(self, part: nn.Module) -> Any:
+        """The router bias of an A-part; None without a router."""
         return part.router_state if isinstance(part, AttentionPart) else None

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from disagmoe.config.schema import CommConfig, DisagMoEConfig
 from disagmoe.layout import Layout, Role, Stage, Worker, split_evenly
@@ -23,7 +23,7 @@ from disagmoe.parallelisms.failures import Monitor
 from disagmoe.parallelisms.gradients import GradientSync, SyncGroup
 from disagmoe.parallelisms.mesh import EdgeKey, Meshes, hop_edge
 from disagmoe.parallelisms.runtime import AFPipeRuntime, LossFunction
-from disagmoe.parallelisms.stage import DisagStage, RouterStats, StageLinks, WeightGradientsLike
+from disagmoe.parallelisms.stage import DisagStage, RouterState, RouterStats, StageLinks, WeightGradientsLike
 from disagmoe.parallelisms.transfer.channel import Channel, ChannelContext
 from disagmoe.parallelisms.transfer.wire import BufferPool, MessageKind, WireFormat
 from disagmoe.schedules.actions import Kind, Schedule
@@ -34,11 +34,6 @@ _KIND_OF_EDGE = {
     ("m2n", True): MessageKind.COMBINE_GRAD,
     ("n2m", True): MessageKind.DISPATCH_GRAD,
 }
-
-
-class RouterState(Protocol):
-    expert_bias_E: Tensor | None
-    load_balance_coeff: float | None
 
 
 class SublayerFactory(Protocol):
@@ -199,9 +194,9 @@ def _build_stage(
             entropy_sum=torch.zeros((), device=device),
         )
     experts_by_peer = split_evenly(num_experts, layout.ffn_workers)
-    return AttentionStage(
-        submodule=factory.attention_part(spec), experts_by_peer=experts_by_peer, stats=stats, **common
-    )
+    part = factory.attention_part(spec)
+    router = factory.router_state(part)
+    return AttentionStage(submodule=part, experts_by_peer=experts_by_peer, stats=stats, router=router, **common)
 
 
 def _links(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disagmoe.parallelisms.stage import DisagStage, RouterStats
+from disagmoe.parallelisms.stage import DisagStage, RouterState, RouterStats
 from disagmoe.parallelisms.transfer.plan import DispatchPlan, PlanDraft, draft_plan
 from disagmoe.parallelisms.transfer.wire import Counts
 
@@ -40,8 +40,16 @@ class _Sent:
 class AttentionStage(DisagStage):
     """[embedding], [dense layers], attention sublayer and router of one layer; or the last stage, with the head."""
 
-    def __init__(self, *, experts_by_peer: Sequence[range], stats: RouterStats | None, **common: Any) -> None:
+    def __init__(
+        self,
+        *,
+        experts_by_peer: Sequence[range],
+        stats: RouterStats | None,
+        router: RouterState | None,
+        **common: Any,
+    ) -> None:
         super().__init__(**common)
+        self.router = router
         self._experts_by_peer = experts_by_peer
         self.stats = stats
         self._token_by_peer: dict[int, list[Tensor]] = {}

@@ -40,6 +40,13 @@ class RoutingLike(Protocol):
     """fp32, detached: router scores, for the entropy metric."""
 
 
+class RouterState(Protocol):
+    """The load-balancing part of a router."""
+
+    expert_bias_E: Tensor | None
+    load_balance_coeff: float | None
+
+
 class WeightGradientsLike(Protocol):
     """Weight gradients that a stage puts off in a split backward."""
 
