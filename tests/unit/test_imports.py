@@ -28,8 +28,9 @@ ALLOWED: dict[str, set[str]] = {
     "observability": {"shapes", "layout", "schedules", "config.schema"},
     # The trainer's parts: everything below, and each other in this order.
     "optimizer": {"config.schema"},
-    "engine": {*BELOW_TRAINER},
-    "world": {*BELOW_TRAINER, "engine"},
+    "api": {*BELOW_TRAINER},
+    "engine": {*BELOW_TRAINER, "api"},
+    "world": {*BELOW_TRAINER, "api", "engine"},
     "step_report": {*BELOW_TRAINER, "engine", "world"},
     "trainer": {*BELOW_TRAINER, "optimizer", "engine", "world", "step_report"},
     "check": {"shapes", "cluster", "layout", "schedules", "config"},
