@@ -123,9 +123,11 @@ class _Groups:
     def __init__(self, counts_E: Tensor, num_rows: int, dtype: torch.dtype) -> None:
         self.num_rows = num_rows
         self.counts_E = counts_E
-        # torch's grouped product on CUDA is for bfloat16; other dtypes are for tests, where the host may wait.
-        self.fused = counts_E.device.type == "cuda" and dtype == torch.bfloat16
-        self.counts: list[int] = [] if self.fused else counts_E.tolist()
+        # torch's grouped product on CUDA is for bfloat16 and some rows; float32 is for tests, where the host may wait.
+        self.fused = counts_E.device.type == "cuda" and dtype == torch.bfloat16 and num_rows > 0
+        self.counts: list[int] = []
+        if not self.fused:
+            self.counts = counts_E.tolist() if num_rows else [0] * counts_E.numel()
         self.offsets_E = torch.cumsum(counts_E, dim=0, dtype=torch.int32) if self.fused else None
 
     def linear(self, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:

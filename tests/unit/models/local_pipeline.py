@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from disagmoe.config.recipe import load_recipe
 from disagmoe.layout import Layout, Role, build_stages, split_evenly
 from disagmoe.models.attention import attention_masks
+from disagmoe.models.deferred import WeightGradients
 from disagmoe.models.init import build_model, init_parameters, make_portable, materialize
 from disagmoe.models.split import Routing, build_attention_part, build_expert_part
 
@@ -49,6 +51,8 @@ class LocalPipeline:
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     seed: int = 0
+    owed: WeightGradients | None = None
+    """Given: backward leaves the large weight gradients to its `run`."""
     parts: list[tuple[torch.nn.Module, range | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -71,7 +75,12 @@ class LocalPipeline:
         return part
 
     def _call(self, part: torch.nn.Module, *args: Any) -> Any:
-        return checkpoint(part, *args, use_reentrant=False) if self.recompute else part(*args)
+        def compute(*inputs: Any) -> Any:
+            # Inside what is recomputed, so that the recomputation puts its weight gradients off as well.
+            with self.owed.collect() if self.owed else nullcontext():
+                return part(*inputs)
+
+        return checkpoint(compute, *args, use_reentrant=False) if self.recompute else compute(*args)
 
     def _expert_stage(self, parts: list[Any], hidden: Tensor, routing: Routing) -> Tensor:
         x, ids = hidden.flatten(0, 1), routing.expert_ids_TK
