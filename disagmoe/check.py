@@ -86,7 +86,8 @@ def report(plan: Plan, *, processes_per_node: int | None = None) -> str:
     lines += [f"layout    {describe_world_size(config).removeprefix('the layout needs ')}", ""]
     lines += _worker_lines(plan, processes_per_node)
     lines += [
-        "(samples of a micro-batch; state: parameters, gradients, optimizer; activations: an estimate of their peak)"
+        "(samples of a micro-batch; state: parameters, gradients, optimizer; activations: an estimate of their peak, "
+        "on F-workers also when every micro-batch sends one of them [comm] imbalance_factor times its share)"
     ]
     lines += ["", *_schedule_lines(plan.schedule, plan.layout)]
     return "\n".join(lines)
@@ -105,10 +106,13 @@ def _worker_lines(plan: Plan, processes_per_node: int | None) -> Iterator[str]:
                 node = "" if processes_per_node is None else f" node {rank // processes_per_node:<3}"
                 params = sum(stage_params(plan, stage, worker.index) for stage in held)
                 state = params * _state_bytes(plan.config)
-                activations = peak_activation_bytes(plan, worker)
+                activations = f"{_bytes(peak_activation_bytes(plan, worker)):>9} activations"
+                if role is Role.FFN:
+                    load = plan.config.comm.imbalance_factor
+                    activations += f", {_bytes(peak_activation_bytes(plan, worker, load=load))} at {load:g}x load"
                 yield (
                     f"  {worker!s:<10} rank {rank:<4}{node} {_share(plan, held, worker):<17} "
-                    f"{_count(params):>9} parameters  {_bytes(state):>9} state  {_bytes(activations):>9} activations"
+                    f"{_count(params):>9} parameters  {_bytes(state):>9} state  {activations}"
                 )
 
 
@@ -181,12 +185,15 @@ def _samples(plan: Plan, index: int) -> int:
     return len(split_evenly(_microbatch_samples(plan.config), plan.layout.attn_workers)[index])
 
 
-def peak_activation_bytes(plan: Plan, worker: Worker) -> int:
-    """Most bytes of activations at a time: forwards of the worker's stages whose backward is still to come."""
+def peak_activation_bytes(plan: Plan, worker: Worker, *, load: float = 1.0) -> int:
+    """Most bytes of activations at a time: forwards of the worker's stages whose backward is still to come.
+
+    load: how many times the average number of rows an F-worker receives, in every micro-batch.
+    """
     assert plan.schedule is not None
     group = plan.layout.pipeline_group(worker.role, worker.group)
     own = [s for s in plan.stages if s.role is worker.role and s.group == worker.group]
-    size = {stage.index: activation_bytes(plan, stage, worker.index) for stage in own}
+    size = {stage.index: activation_bytes(plan, stage, worker.index, load=load) for stage in own}
     alive = peak = 0
     for action in plan.schedule.compute[group]:
         if action.kind is Kind.FORWARD:
@@ -197,12 +204,12 @@ def peak_activation_bytes(plan: Plan, worker: Worker) -> int:
     return peak
 
 
-def activation_bytes(plan: Plan, stage: Stage, index: int) -> int:
+def activation_bytes(plan: Plan, stage: Stage, index: int, *, load: float = 1.0) -> int:
     """Bytes that one micro-batch keeps on worker `index` between forward and backward of `stage`."""
     config, shape = plan.config, plan.shape
     width = BYTES[config.training.dtype]
     if stage.role is Role.FFN:
-        return _expert_activations(plan, stage, index) * width
+        return _expert_activations(plan, stage, index, load) * width
     tokens = _samples(plan, index) * config.training.seq_len
     layers = [shape.layers[i] for i in (*stage.dense_layers, *([] if stage.moe_layer is None else [stage.moe_layer]))]
     elements = 0
@@ -217,7 +224,7 @@ def activation_bytes(plan: Plan, stage: Stage, index: int) -> int:
     return tokens * (elements * width + head)
 
 
-def _expert_activations(plan: Plan, stage: Stage, index: int) -> int:
+def _expert_activations(plan: Plan, stage: Stage, index: int, load: float) -> int:
     """Elements kept by an F-worker: received rows [R, D]; unless recomputed, their norm and each expert's middle."""
     assert stage.moe_layer is not None
     config, dim, workers = plan.config, plan.shape.dim, plan.layout.ffn_workers
@@ -225,10 +232,10 @@ def _expert_activations(plan: Plan, stage: Stage, index: int) -> int:
     tokens = _microbatch_samples(config) * config.training.seq_len
     share = len(experts_of(plan, stage.moe_layer, index)) / moe.num_experts
     # A token is here when at least one of its K experts is; primary rows are dealt out equally.
-    rows = tokens * max(1 - (1 - share) ** moe.top_k, 1 / workers)
+    rows = tokens * min(1.0, load * max(1 - (1 - share) ** moe.top_k, 1 / workers))
     if config.disagmoe.recompute != "none":
         return round(rows * dim)
-    pairs = tokens * moe.top_k * share
+    pairs = tokens * moe.top_k * min(1.0, load * share)
     shared = tokens / workers * 3 * moe.shared_dim
     return round(2 * rows * dim + pairs * (2 * dim + 3 * moe.expert_dim) + shared)
 

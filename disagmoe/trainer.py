@@ -89,6 +89,7 @@ class Trainer:
             if self.engine.owns_samples
             else None
         )
+        self._check_same_data()
         self._folder = folder
         self.logger = MetricsLogger(
             folder or Path("."),
@@ -146,6 +147,26 @@ class Trainer:
             with monitor.collective(f"step {step}, writing the timeline"):
                 self._write_timeline()
         return {metrics.STEP: step, **values}
+
+    def _check_same_data(self) -> None:
+        """Compare what the processes read under one sample index. Collective.
+
+        Raises:
+            ValueError: it is not the same.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        everyone: list[str | None] = [None] * dist.get_world_size()
+        with self.world.monitor.collective("comparing the data"):
+            dist.all_gather_object(everyone, None if self._data is None else self._data.fingerprint)
+        readers = {rank: text for rank, text in enumerate(everyone) if text is not None}
+        first = min(readers)
+        for rank, text in readers.items():
+            if text != readers[first]:
+                raise ValueError(
+                    f'[data] source = "{self.config.data.source}": ranks {first} and {rank} read different data '
+                    f"({readers[first]}; {text}); copy the same files (for python-stdlib: the same Python) to every node"
+                )
 
     def _inputs(self, step: int) -> tuple[list[MicrobatchInput], int]:
         """This process's slices of the step's micro-batches, and its share of the step's valid tokens."""

@@ -104,7 +104,8 @@ class CommConfig:
     strict_order: bool = False
     """gloo: constant tags, so that a wrong order of transfers fails as it would on NCCL."""
     imbalance_factor: Annotated[float, Ge(1)] = 4.0
-    """Memory is planned for this many times the average number of rows an F-worker receives."""
+    """`disagmoe check` also plans an F-worker's memory for this many times its average number of rows: what is received
+    is never dropped and has no fixed bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

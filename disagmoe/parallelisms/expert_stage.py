@@ -34,10 +34,21 @@ class ExpertStage(DisagStage):
     def __init__(self, **common: Any) -> None:
         super().__init__(**common)
         self._received: dict[int, _Received] = {}
+        self._num_rows = 0
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self._received.clear()
+
+    def forward(self, microbatch: int) -> Tensor | None:
+        try:
+            return super().forward(microbatch)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"out of memory in {self.spec}, micro-batch {microbatch}, which sent {self._num_rows} rows here: "
+                "compare with what `disagmoe check` plans at [comm] imbalance_factor; use smaller micro-batches, more "
+                'ffn_workers, a smaller in_flight, or recompute = "ffn"'
+            ) from error
 
     def _compute(self, microbatch: int, *args: Tensor) -> tuple[Tensor, ...]:
         meta = self._received[microbatch]
@@ -61,6 +72,7 @@ class ExpertStage(DisagStage):
             weights.append(views["weights"])
             primaries.append(torch.arange(start, start + count.num_primary, device=self.device))
             start += count.num_rows
+        self._num_rows = num_rows
         received = _Received(
             counts=arrival.counts,
             token_by_peer=tokens,
