@@ -24,7 +24,7 @@ from disagmoe.config.schema import CommConfig, DisagMoEConfig
 from disagmoe.layout import build_stages
 from disagmoe.models.parts import DecoderParts
 from disagmoe.parallelisms.apply import Pipeline, apply_disagmoe
-from disagmoe.parallelisms.failures import Monitor, StatusBoard
+from disagmoe.parallelisms.failures import COLLECTIVE_MARGIN_S, Monitor, StatusBoard
 from disagmoe.parallelisms.mesh import Meshes, estimate_clock_offsets, make_meshes
 from disagmoe.parallelisms.runtime import LossFunction
 from disagmoe.schedules import make_schedule
@@ -57,7 +57,7 @@ def make_disagmoe_meshes(
         build_stages(layout, is_moe_layer(model_config)),
         device_type=device.type,
         backend=backend_of(comm, device),
-        timeout_s=max(comm.timeout_s, 60.0),
+        timeout_s=comm.timeout_s + COLLECTIVE_MARGIN_S,
     )
 
 
@@ -87,7 +87,10 @@ def pipeline_disagmoe(
     """
     comm = comm or CommConfig()
     parts = DecoderParts(model_config, seed=seed, device=device, dtype=dtype)
-    schedule = make_schedule(meshes.layout, parts.is_moe_layer, **disagmoe.schedule_options())
+    options = disagmoe.schedule_options()
+    if device.type == "cuda":
+        options["send_after"] = 1  # the host's wait for row counts must not sit between two launches
+    schedule = make_schedule(meshes.layout, parts.is_moe_layer, **options)
     if monitor is None:
         monitor = Monitor(
             layout=meshes.layout,

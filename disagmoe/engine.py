@@ -89,7 +89,7 @@ class PlainEngine(Engine):
         self.gradients = GradientSync(
             groups=[SyncGroup(group=None, copies=tuple((p,) for p in parameters))], counted=parameters, world=None
         )
-        self.clock = StepClock()
+        self.clock = StepClock(device)
         self.clock_offset_s = {0: 0.0}
         self.workers = (Worker(0, Role.ATTN.letter, 0, 0),)
         self.owns_samples = True

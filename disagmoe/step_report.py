@@ -78,6 +78,7 @@ def gather_workers(
 ) -> dict[str, float]:
     """Loss of the whole step, the slowest worker's step time, and the role metrics. Collective."""
     clock = engine.clock
+    clock.settle()
     own = torch.tensor(
         [
             0.0 if loss is None else float(loss),

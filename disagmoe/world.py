@@ -18,11 +18,9 @@ from disagmoe.api import backend_of
 from disagmoe.config.checks import build_layout
 from disagmoe.config.schema import Config
 from disagmoe.layout import Layout
-from disagmoe.parallelisms.failures import Monitor, StatusBoard, WorkerFailure
+from disagmoe.parallelisms.failures import COLLECTIVE_MARGIN_S, Monitor, StatusBoard, WorkerFailure
 
 STATUS_FOLDER = ".status"
-COLLECTIVE_MARGIN_S = 60.0
-"""By how much torch's own limit on collectives exceeds `[comm] timeout_s`: ours says more, so it should come first."""
 
 
 @dataclass(kw_only=True)
@@ -48,6 +46,10 @@ def start_world(config: Config, folder: Path) -> World:
     device = torch.device("cpu")
     if torch.cuda.is_available() and config.comm.backend != "gloo":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        # Every edge and pass has a communicator of its own, whose kernels wait for their peers: none may sit in a
+        # hardware queue behind another, nor may they fill the device.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        os.environ.setdefault("NCCL_MAX_CTAS", "8")
         torch.cuda.set_device(device)
     backend = "gloo" if backend_of(config.comm, device) == "gloo" else "cpu:gloo,cuda:nccl"
     layout = build_layout(config)
@@ -102,6 +104,7 @@ SAID = "(all that is known has been said above)"
 def _explain(monitor: Monitor, error: BaseException) -> None:
     """Find out whose failure it is, tell the others, and say so on stderr."""
     trace = ""
+    error = _unwrapped(error)
     if isinstance(error, WorkerFailure):
         notice = monitor.notice or monitor.report(str(error))
     else:
@@ -109,13 +112,21 @@ def _explain(monitor: Monitor, error: BaseException) -> None:
         known = monitor.wait_for_notice(monitor.patience_s) if _is_network(error) else None
         notice = known or monitor.report(f"{type(error).__name__}: {error}")
         if known is None:
-            trace = traceback.format_exc()
+            trace = "".join(traceback.format_exception(error))
     if notice.rank == monitor.rank:
         monitor.say(f"{trace}{notice}")
     elif trace and not _is_network(error):
         monitor.say(f"{trace}failed after another worker: {notice}")
     else:
         monitor.say(f"ending: {notice}")
+    monitor.let_others_read()
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """What went wrong inside a stage: torch's stages wrap it into an error that only describes tensors."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None and "failed to run" in str(error).lower():
+        error = error.__cause__
+    return error
 
 
 def _is_network(error: BaseException) -> bool:

@@ -126,7 +126,7 @@ def apply_disagmoe(
             f"the schedule is for {schedule.num_groups} component groups, the layout has {layout.num_groups}; "
             "make both from one layout"
         )
-    clock, pool = StepClock(), BufferPool(device)
+    clock, pool = StepClock(device), BufferPool(device)
     context = ChannelContext(
         wire=WireFormat(dim=factory.dim, row_dtype=factory.row_dtype),
         pool=pool,

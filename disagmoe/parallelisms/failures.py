@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from select import select
 from typing import NoReturn, TypeVar
 
@@ -27,53 +27,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from disagmoe.layout import Layout
-from disagmoe.parallelisms.heartbeat import NOTICE_KEY, POLL_S, Heartbeat, beat_key, is_alive
+from disagmoe.parallelisms.heartbeat import NOTICE_KEY, POLL_S, Heartbeat, beat_key, is_alive, is_stopped
+from disagmoe.parallelisms.notice import Notice, PeerLost, TransferTimeout, WorkerFailure
 from disagmoe.parallelisms.status import StatusBoard
 
 __all__ = ["POLL_S", "Monitor", "Notice", "PeerLost", "StatusBoard", "TransferTimeout", "WorkerFailure"]
 
+COLLECTIVE_MARGIN_S = 60.0
+"""By how much torch's own limit on collectives exceeds `[comm] timeout_s`: ours says more, so it should come first."""
 _GRACE_S = 5.0
 _STORE_ANSWER_S = 3.0
 _REASON_CHARS = 2000
 _DONE_KEY = "disagmoe/done"
 _LEFT_KEY = "disagmoe/left"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_ENDED = "ended after: "
+"""Begins the last status of a worker that ended because of a notice, which follows: known even without the store."""
 _GONE = "its process is gone (killed, or crashed without a word)"
 T = TypeVar("T")
-
-
-class WorkerFailure(RuntimeError):
-    """A worker of this run has failed; the text names it and what it was doing."""
-
-
-class TransferTimeout(WorkerFailure):
-    """A wait on a peer took longer than `[comm] timeout_s`."""
-
-
-class PeerLost(WorkerFailure):
-    """The connection to a peer broke."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Notice:
-    """What the first witness of a failure tells the others."""
-
-    rank: int | None
-    """None: not a worker's failure (launcher, store)."""
-    worker: str
-    doing: str
-    reason: str
-    witness: int
-    signal: int = 0
-    """The signal that `rank` was told to stop with, if that is what happened."""
-
-    def __str__(self) -> str:
-        if self.rank is None:
-            return f"the run failed (seen by rank {self.witness}): {self.reason}"
-        seen = "" if self.witness == self.rank else f" (seen by rank {self.witness})"
-        if self.signal:
-            return f"worker {self.worker} was {self.reason}{seen}; it was doing: {self.doing}"
-        return f"worker {self.worker} failed{seen}: {self.reason}; it was doing: {self.doing}"
 
 
 class Monitor:
@@ -97,7 +68,7 @@ class Monitor:
         timeout_s: float = float("inf"),
     ) -> None:
         self._layout, self.rank, self.status = layout, rank, status
-        self._store = store.clone()
+        self._store = store.clone()  # type: ignore[attr-defined]
         self._heartbeat_timeout_s, self._timeout_s = heartbeat_timeout_s, timeout_s
         self._own_exit = own_exit
         self.patience_s = min(heartbeat_timeout_s + 2 * POLL_S, 17.0)
@@ -118,7 +89,7 @@ class Monitor:
         # torchrun starts the processes; without it, who the parent is says nothing.
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._heart = Heartbeat(
-            store=store.clone(),
+            store=store.clone(),  # type: ignore[attr-defined]
             rank=rank,
             world_size=layout.world_size,
             status=status,
@@ -144,7 +115,13 @@ class Monitor:
     def doing(self, rank: int) -> str:
         """What `rank` was last known to do; on another host, half a second old."""
         if rank == self.rank or rank in self._heart.pid_of_rank:
-            return self.status.read(rank)
+            text = self.status.read(rank)
+            if text.startswith(_ENDED):
+                return "nothing any more: it has ended because of a failure"
+            if text and is_stopped(self._heart.pid_of_rank.get(rank, 0)):
+                return f"{text} (its process is stopped)"
+            if text:
+                return text
         key = beat_key(rank)
         beat = self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "", "")
         return beat.partition(" ")[2] or "unknown"
@@ -193,6 +170,7 @@ class Monitor:
             The notice that counts, which may be an earlier one.
         """
         rank = self.rank if rank is None else rank
+        reason = " ".join(reason.split())  # one line, whatever it was
         return self._post(
             Notice(
                 rank=rank,
@@ -214,6 +192,8 @@ class Monitor:
         """Write this process's last words, once: False if it has said them already."""
         if not self._said.acquire(blocking=False):
             return False
+        if self._notice is not None:
+            self.status.write(_ENDED + json.dumps(asdict(self._notice)))
         name = self.workers_on(self.rank)
         data = "".join(f"[{name}] {line}\n" if line else "\n" for line in text.splitlines()).encode()
         # In one piece, so that the workers' lines do not mix; not through sys.stderr, whose lock may be taken.
@@ -269,6 +249,11 @@ class Monitor:
             if not alone and signal.getsignal(number) is not signal.SIG_IGN:
                 self._old_handlers[number] = signal.signal(number, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
+
+    def let_others_read(self) -> None:
+        """Before this process ends after a failure: if it hosts the store, the others learn of the notice there."""
+        if self.rank == 0 and self._launcher is None and self._layout.world_size > 1:
+            time.sleep(2 * POLL_S)
 
     def leave(self, code: int) -> NoReturn:
         """End this process at once: threads may sit in transfers that never complete."""
@@ -332,11 +317,11 @@ class Monitor:
                     time.sleep(POLL_S)
 
     def _look(self, now: float) -> None:
-        for rank, pid in list(self._heart.pid_of_rank.items()):
-            if not is_alive(pid):
-                if not self._all_done():
-                    self.report(_GONE, rank=rank)
-                return
+        gone = [rank for rank, pid in list(self._heart.pid_of_rank.items()) if not is_alive(pid)]
+        if gone:
+            if not self._all_done():
+                self._explain_gone(gone)
+            return
         if self._launcher is not None and os.getppid() != self._launcher:
             self._report_run("the launcher of this process (torchrun) is gone")
         elif self._heart.error is not None or now - self._heart.last_answer_s > self._heartbeat_timeout_s:
@@ -346,6 +331,15 @@ class Monitor:
         elif self._in_collective is not None and now - self._in_collective[1] > self._timeout_s:
             self.report(self._late(self._in_collective[0]))
 
+    def _explain_gone(self, gone: list[int]) -> None:
+        """Some workers here are gone: the one that said nothing has failed, the others may have ended because of it."""
+        said = {rank: text for rank in gone if (text := self.status.read(rank)).startswith(_ENDED)}
+        silent = [rank for rank in gone if rank not in said]
+        if silent:
+            self.report(_GONE, rank=silent[0])
+        else:
+            self._post(Notice(**json.loads(said[gone[0]].removeprefix(_ENDED))))
+
     def _late(self, text: str) -> str:
         elsewhere = [
             f"{self.describe(r)}, which is doing: {doing}"
@@ -353,7 +347,7 @@ class Monitor:
             if r != self.rank and (doing := self.doing(r)) != text
         ]
         others = "; ".join(elsewhere[:4]) or "nobody is elsewhere"
-        return f"waited longer than [comm] timeout_s = {self._timeout_s:g} s in collectives; not there: {others}"
+        return f"waited longer than [comm] timeout_s = {self._timeout_s:g} s in a collective; not there: {others}"
 
     def _silent(self, rank: int) -> None:
         if self._notice is None and not self._stop.is_set() and not self._all_done():
@@ -381,7 +375,9 @@ class Monitor:
                 name = signal.Signals(self._signal).name
                 self.report(f"stopped by {name}", signal_number=self._signal)
         notice = self._notice
-        if notice is None or (not self._signal and time.monotonic() - self._notice_at_s < _GRACE_S):
+        # The main thread has a moment to end by itself; much of one only where it can.
+        grace_s = _GRACE_S if self._in_collective is None else 2 * POLL_S
+        if notice is None or (not self._signal and time.monotonic() - self._notice_at_s < grace_s):
             return
         if notice.signal and self._signal:
             name = signal.Signals(self._signal).name
@@ -390,6 +386,7 @@ class Monitor:
         if not self.say(str(notice) if notice.rank == self.rank else f"ending: {notice}"):
             # The main thread is about to end the process itself.
             self._stop.wait(_GRACE_S)
+        self.let_others_read()
         self.leave(1)
 
 

@@ -69,6 +69,8 @@ class GradientSync:
         square = torch.zeros((), dtype=torch.float64, device=device)
         if grads:
             square = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(grads)]).square().sum()
+        # On the host, where it is needed: all ranks then use the same backend, with or without parameters of their own.
+        square = square.cpu()
         if self._world is not None:
             dist.all_reduce(square, group=self._world)
         norm = float(square.sqrt())

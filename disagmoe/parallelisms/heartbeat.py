@@ -62,7 +62,7 @@ class Heartbeat:
         """The other processes that run on this host, as far as they have joined."""
         self.num_joined = 0
         self._host_key = f"disagmoe/host/{_host_name()}"
-        store.append(self._host_key, f"{rank}:{os.getpid()} ")
+        store.append(self._host_key, f"{rank}:{os.getpid()} ")  # type: ignore[attr-defined]
         store.add(_JOINED_KEY, 1)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -143,9 +143,17 @@ def _host_name() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this host runs (a zombie does not)."""
+    """Whether a process of this host runs or may run again (a zombie does not)."""
+    return _state(pid) not in ("", "Z", "X")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host has been stopped by a signal or a debugger."""
+    return _state(pid) in ("T", "t")
+
+
+def _state(pid: int) -> str:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
-        return False
-    return stat.rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+        return ""

@@ -21,6 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from disagmoe.layout import Edge, Layout, Role, Stage, Worker
 from disagmoe.parallelisms.transfer.channel import ChannelGroups
 
+_EDGE_LIMIT_S = 24 * 3600.0
+"""Limit that the backends put on transfers. The channels have limits of their own, which say more; and a receive may be
+posted long before it is due."""
+
 
 class EdgeKey(NamedTuple):
     """One edge of the pipeline, in one pass; the sender is the A-group on M2N, the F-group on N2M."""
@@ -129,13 +133,14 @@ def make_meshes(
         else DeviceMesh(device_type, mesh_ranks(layout, Role.FFN), mesh_dim_names=("replica", "ffn_group", "ep"))
     )
     meshes = Meshes(layout=layout, rank=rank, attn=attn, ffn=ffn)
-    timeout = timedelta(seconds=timeout_s)
 
-    def group_of(ranks: Sequence[int], kind: str = backend) -> dist.ProcessGroup | None:
+    def group_of(
+        ranks: Sequence[int], kind: str = backend, limit_s: float = timeout_s
+    ) -> dist.ProcessGroup | None:
         # Every rank calls, members or not: torch names a group that only its members make after the number of groups
         # that each of them has, and those numbers differ between ranks.
         members = sorted(set(ranks))
-        group = dist.new_group(members, timeout=timeout, backend=kind)
+        group = dist.new_group(members, timeout=timedelta(seconds=limit_s), backend=kind)
         return group if rank in members else None
 
     replicas = range(layout.replicas)
@@ -165,10 +170,12 @@ def _make_edge_groups(
         for replica in range(layout.replicas):
             ranks = layout.group_ranks(Role.ATTN, key.attn_group, replica)
             ranks += layout.group_ranks(Role.FFN, key.ffn_group, replica)
-            payload = group_of(ranks)
-            counts = None if key.backward else group_of(ranks, "gloo")
+            payload = group_of(ranks, limit_s=_EDGE_LIMIT_S)
+            counts = None if key.backward else group_of(ranks, "gloo", _EDGE_LIMIT_S)
             if payload is not None:
                 meshes.edges[key] = (payload, counts)
+                if payload.name() == "nccl":
+                    _warm(payload, key, layout, replica)
     pairs = {(a.group, f.group) for a, f in pairwise(stages) if f.role is Role.FFN}
     for attn_group, ffn_group in sorted(pairs):
         ranks = ()
@@ -178,6 +185,23 @@ def _make_edge_groups(
         made = group_of(ranks)
         if made is not None:
             meshes.tied_sync[attn_group, ffn_group] = made
+
+
+def _warm(group: dist.ProcessGroup, key: EdgeKey, layout: Layout, replica: int) -> None:
+    """Make the edge's NCCL communicator by the call that training uses.
+
+    All members must take part in a communicator's first call, but a transfer without rows is not sent. Edges are warmed
+    in the order in which they are made, which is the same on all ranks, so nobody waits in a circle.
+    """
+    attn = layout.group_ranks(Role.ATTN, key.attn_group, replica)
+    ffn = layout.group_ranks(Role.FFN, key.ffn_group, replica)
+    senders, receivers = (attn, ffn) if key.edge is Edge.M2N else (ffn, attn)
+    sends = dist.get_rank() in senders
+    message = torch.zeros(1, dtype=torch.uint8, device="cuda")
+    operation, peers = (dist.isend, receivers) if sends else (dist.irecv, senders)
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, message.clone(), peer, group) for peer in peers]):
+        work.wait()
+    torch.cuda.synchronize()
 
 
 def estimate_clock_offsets(rank: int, world_size: int, *, rounds: int = 5) -> dict[int, float]:

@@ -200,6 +200,8 @@ class DisagStage(_PipelineStageBase):
         self._args = args
         outputs = self.forward_one_chunk(microbatch, args, save_forward_output=False)
         self._keep_output(microbatch, outputs)
+        if self.links.forward_out is not None:
+            self.links.forward_out.made((self.spec.index, microbatch))
         return outputs[0] if self.is_last else None
 
     def backward(self, microbatch: int, *, loss: Tensor | None, full: bool) -> None:
@@ -210,6 +212,8 @@ class DisagStage(_PipelineStageBase):
             return
         self._microbatch = microbatch
         self.backward_one_chunk(microbatch, loss=loss, full_backward=full)
+        if self.links.backward_out is not None:
+            self.links.backward_out.made((self.spec.index - 1, microbatch))
 
     def backward_weight(self, microbatch: int) -> None:
         if microbatch not in self._empty:
@@ -227,7 +231,11 @@ class DisagStage(_PipelineStageBase):
         """`channel.take`, with the wait booked on the clock."""
         arrival = channel.take(key)
         self.clock.waited(
-            f"{channel.name} {self.spec} mb {key[1]}", arrival.wait_from_s, arrival.wait_to_s, arrival.sent_at_s
+            f"{channel.name} {self.spec} mb {key[1]}",
+            arrival.wait_from_s,
+            arrival.wait_to_s,
+            arrival.sent_at_s,
+            arrival.stream_wait,
         )
         return arrival
 

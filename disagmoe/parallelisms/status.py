@@ -6,9 +6,8 @@ import contextlib
 import mmap
 from pathlib import Path
 
-_SLOT_BYTES = 1000
+_SLOT_BYTES = 6000
 _NUM_SLOTS = 2
-_UNKNOWN = "unknown (its status is not visible from here)"
 
 
 class StatusBoard:
@@ -50,11 +49,11 @@ class StatusBoard:
         self._map[0] = slot
 
     def read(self, rank: int) -> str:
-        """The last status of `rank`; a plain statement if its file is not visible from here."""
+        """The last status of `rank`; empty if its file is not visible from here."""
         try:
             data = (self._folder / f"rank_{rank}").read_bytes()
         except OSError:
-            return _UNKNOWN
+            return ""
         if len(data) != 1 + _NUM_SLOTS * _SLOT_BYTES:
             return "starting"
         start = 1 + data[0] * _SLOT_BYTES

@@ -5,101 +5,37 @@ own. On each channel the sequence of sends equals the sequence of receives (the 
 tags are needed; over gloo they are used all the same unless `strict_order` is set.
 
 A forward transfer has two parts. *Counts* go ahead over a host group, since a receiver needs exact sizes; when they are
-in, the payload's receive is posted. gloo can neither be polled nor be waited on with a deadline (a timed-out wait breaks
-the connection), so a thread a channel waits, and the compute thread waits for *it*, in slices, looking for failures.
-On CUDA the same thread waits for the counts only; payloads are ordered by streams.
+in, the payload's receive is posted. gloo can neither be polled nor be waited on with a deadline (a timed-out wait
+breaks the connection), so a thread a channel waits, and the compute thread waits for *it*, in slices, looking for
+failures.
+
+On CUDA the thread waits for the counts only. Payloads are packed, sent and received on a side stream a channel, so that
+they wait for the data that they need and not for whatever else the compute stream has been given; the compute stream
+waits for a payload where it is taken. Buffers and packed tensors are held until the device is done with them.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from disagmoe.parallelisms.failures import POLL_S, Monitor, PeerLost, TransferTimeout
-from disagmoe.parallelisms.transfer.wire import BufferPool, Counts, MessageKind, WireFormat
+from disagmoe.parallelisms.failures import POLL_S, PeerLost, TransferTimeout
+from disagmoe.parallelisms.transfer.messages import (
+    Arrival,
+    ChannelContext,
+    ChannelGroups,
+    Flight,
+    Pending,
+    WaiterThread,
+)
+from disagmoe.parallelisms.transfer.wire import Counts, MessageKind
 
-
-@dataclass(frozen=True, kw_only=True)
-class ChannelGroups:
-    """Where a channel's messages travel. `None` groups: both ends are this process."""
-
-    payload: dist.ProcessGroup | None
-    counts: dist.ProcessGroup | None
-    """Host (gloo) group; None in backward, where sizes are known from forward."""
-    peers: tuple[int, ...]
-    """Global ranks at the other end, by worker index."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChannelContext:
-    """What all channels of a process share."""
-
-    wire: WireFormat
-    pool: BufferPool
-    monitor: Monitor
-    timeout_s: float
-    strict_order: bool
-    device: torch.device
-    clock_offset_s: dict[int, float]
-    """By global rank: what to add to that rank's clock to get this process's."""
-
-
-@dataclass(kw_only=True)
-class Arrival:
-    """A received transfer: one entry a peer, in worker order; peers that sent no rows have no views."""
-
-    counts: list[Counts]
-    views: list[dict[str, Tensor]]
-    buffers: list[Tensor]
-    sent_at_s: float = 0.0
-    """When the last sender handed its payload to the network, on this process's clock; 0 if nothing was sent."""
-    wait_from_s: float = 0.0
-    wait_to_s: float = 0.0
-    """The compute thread's wait for it."""
-
-
-@dataclass(kw_only=True)
-class _Pending:
-    """A posted receive."""
-
-    key: tuple[int, int]
-    what: str
-    counts: list[Counts] | None
-    buffers: list[Tensor] = field(default_factory=list)
-    works: list[tuple[int, dist.Work]] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
-    posted: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    waiting_for: int | None = None
-    """Global rank of the peer whose message is being waited for."""
-
-
-class WaiterThread:
-    """Runs closures in order on a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self._queue.put(work)
-
-    def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
-        self._queue.put(None)
-        self._thread.join(timeout=10.0)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
+__all__ = ["Arrival", "Channel", "ChannelContext", "ChannelGroups"]
 
 
 class Channel:
@@ -122,14 +58,25 @@ class Channel:
         self.name, self.kind, self.backward = name, kind, backward
         self._groups, self._context = groups, context
         self._is_local = groups.payload is None
+        self._on_cuda = context.device.type == "cuda"
+        self._side = torch.cuda.Stream(context.device) if self._on_cuda and not self._is_local else None
         self._local: dict[tuple[int, int], tuple[list[Counts], list[Tensor]]] = {}
-        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._pending: dict[tuple[int, int], Pending] = {}
+        self._made: dict[tuple[int, int], torch.cuda.Event] = {}
+        self._flights: list[Flight] = []
         self._threads: dict[str, WaiterThread] = {}
-        self._send_error: BaseException | None = None
+        self._send_error: tuple[int, BaseException] | None = None
+        self._waiting_for: int | None = None
         self.sent_bytes = 0
         """Payload and count bytes handed to the network so far."""
 
     # -- sending -------------------------------------------------------------------------------------------------
+
+    def made(self, key: tuple[int, int]) -> None:
+        """The compute that makes this transfer's data has just been launched (CUDA: `send` waits for it alone)."""
+        if self._side is not None:
+            self._made[key] = torch.cuda.Event()
+            self._made[key].record()
 
     def send(
         self, key: tuple[int, int], counts: Sequence[Counts], pack: Callable[[int, dict[str, Tensor]], None]
@@ -140,12 +87,13 @@ class Channel:
             key: (hop, micro-batch).
             counts: Message size for each peer.
             pack: Writes peer i's sections into the views of its buffer; called for peers with rows only.
+        Raises:
+            WorkerFailure: An earlier transfer could not be sent.
         """
         if self._send_error is not None:
-            raise self._send_error
-        buffers = self._pack(counts, pack)
+            self._raise_lost(self._send_error[0], "sending", self._send_error[1])
         if self._is_local:
-            self._local[key] = (list(counts), buffers)
+            self._local[key] = (list(counts), self._pack(counts, pack))
             return
         works: list[tuple[int, dist.Work]] = []
         held: list[Tensor] = []
@@ -155,14 +103,16 @@ class Channel:
                 held.append(message)
                 works.append((peer, self._isend(message, peer, self._groups.counts, self._tag(key))))
                 self.sent_bytes += message.nbytes
-        operations = [
-            (peer, buffer)
-            for peer, buffer, count in zip(self._groups.peers, buffers, counts, strict=True)
-            if count.num_rows
-        ]
-        works += self._batch(dist.isend, operations, key)
+        with self._beside(self._made.pop(key, None)):
+            buffers = self._pack(counts, pack)
+            operations = self._with_rows(buffers, counts)
+            payload = self._batch(dist.isend, operations, key)
         self.sent_bytes += sum(b.numel() for _, b in operations)
-        self._thread("send").submit(lambda: self._reap(works, buffers, held))
+        if self._on_cuda:
+            self._flights.append(Flight(works=[w for _, w in payload], buffers=buffers, pack=pack))
+            self._thread("send").submit(lambda: self._reap(works, [], held))
+        else:
+            self._thread("send").submit(lambda: self._reap(works + payload, buffers, held))
 
     def _pack(self, counts: Sequence[Counts], pack: Callable[[int, dict[str, Tensor]], None]) -> list[Tensor]:
         wire, buffers, headers = self._context.wire, [], []
@@ -179,13 +129,13 @@ class Channel:
         return buffers
 
     def _reap(self, works: list[tuple[int, dist.Work]], buffers: list[Tensor], held: list[Tensor]) -> None:
-        try:
-            for peer, work in works:
+        """On the send thread: wait for gloo, then give the buffers back."""
+        for peer, work in works:
+            try:
                 work.wait()
-                del peer
-        except RuntimeError as error:
-            self._send_error = error
-            return
+            except RuntimeError as error:
+                self._send_error = (peer, error)
+                return
         held.clear()
         for buffer in buffers:
             self._context.pool.give(buffer)
@@ -202,11 +152,11 @@ class Channel:
         """
         if self._is_local:
             return
-        pending = _Pending(key=key, what=what, counts=None if counts is None else list(counts))
+        pending = Pending(key=key, what=what, counts=None if counts is None else list(counts))
         self._pending[key] = pending
         if counts is not None:
             self._post_payload(pending)
-            self._thread("receive").submit(lambda: self._await_payload(pending))
+            self._await_payload_later(pending)
             return
         messages = [torch.empty(len(Counts._fields), dtype=torch.int64) for _ in self._groups.peers]
         works = [
@@ -226,20 +176,39 @@ class Channel:
             counts, buffers = self._local.pop(key)
             return self._arrival(counts, buffers, start_s, start_s)
         pending = self._pending.pop(key)
-        deadline = start_s + self._context.timeout_s
-        while not pending.done.wait(POLL_S):
-            self._context.monitor.check()
-            if time.monotonic() > deadline:
-                self._raise_timeout(pending)
+        self._wait(pending, start_s + self._context.timeout_s)
         if pending.error is not None:
-            self._raise_lost(pending)
+            self._raise_lost(self._awaited(pending), f"waiting for {pending.what}", pending.error)
         assert pending.counts is not None
-        if self._context.device.type == "cuda":
-            self._finish_on_stream(pending)
-        return self._arrival(pending.counts, pending.buffers, start_s, time.monotonic())
+        stream_wait = self._wait_on_stream(pending) if self._on_cuda else None
+        arrival = self._arrival(pending.counts, pending.buffers, start_s, time.monotonic())
+        arrival.stream_wait = stream_wait
+        return arrival
+
+    def _wait(self, pending: Pending, deadline_s: float) -> None:
+        monitor = self._context.monitor
+        waited = False
+        while not pending.done.wait(min(POLL_S, max(deadline_s - time.monotonic(), 0.0))):
+            monitor.check()
+            peer = self._awaited(pending)
+            if time.monotonic() >= deadline_s:
+                raise TransferTimeout(
+                    f"waited longer than [comm] timeout_s = {self._context.timeout_s:g} s on edge {self.name} for "
+                    f"{pending.what} from worker {monitor.describe(peer)}, which is doing: {monitor.doing(peer)}"
+                )
+            monitor.status.add(f"waiting on edge {self.name} for worker {monitor.describe(peer)}")
+            waited = True
+        if waited:
+            monitor.status.add("")
 
     def progress(self) -> None:
-        """CUDA: post payload receives whose counts have come in, in order. The runtime calls it between actions."""
+        """CUDA: post payload receives whose counts have come in, in order, and give back the buffers of finished sends.
+
+        The runtime calls it between actions.
+        """
+        while self._flights and all(work.is_completed() for work in self._flights[0].works):
+            for buffer in self._flights.pop(0).buffers:
+                self._context.pool.give(buffer)
         for pending in self._pending.values():
             if not pending.done.is_set() or pending.error is not None:
                 return
@@ -247,60 +216,92 @@ class Channel:
                 self._post_payload(pending)
 
     def release(self, arrival: Arrival) -> None:
-        """Give a transfer's buffers back; no view of them may be in use."""
+        """Give a transfer's buffers back; no view of them may be in use, except by kernels launched already."""
         arrival.views.clear()
+        after = None
+        if self._on_cuda:
+            after = torch.cuda.Event()
+            after.record()
         for buffer in arrival.buffers:
-            self._context.pool.give(buffer)
+            self._context.pool.give(buffer, after=after)
 
     def close(self) -> None:
+        if self._flights:
+            torch.cuda.synchronize(self._context.device)
+            self.progress()
         for thread in self._threads.values():
             thread.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _await_counts(self, pending: _Pending, works: list[tuple[int, dist.Work]], messages: list[Tensor]) -> None:
+    def _beside(self, ready: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
+        """CUDA: work on the side stream, after `ready`, by default after all that was launched on the current one."""
+        if self._side is None:
+            return nullcontext()
+        if ready is None:
+            self._side.wait_stream(torch.cuda.current_stream(self._context.device))
+        else:
+            self._side.wait_event(ready)
+        return torch.cuda.stream(self._side)
+
+    def _await_counts(self, pending: Pending, works: list[tuple[int, dist.Work]], messages: list[Tensor]) -> None:
+        """On the counts thread."""
         try:
             for peer, work in works:
-                pending.waiting_for = peer
+                pending.waiting_for = self._waiting_for = peer
                 work.wait()
             pending.counts = [Counts(*message.tolist()) for message in messages]
-            if self._context.device.type == "cuda":
-                pending.done.set()
-                return
-            self._post_payload(pending)
-        except RuntimeError as error:
+            if not self._on_cuda:
+                self._post_payload(pending)
+        except Exception as error:  # raised again where the transfer is taken
             pending.error = error
             pending.done.set()
             return
-        self._thread("receive").submit(lambda: self._await_payload(pending))
+        self._waiting_for = None
+        self._await_payload_later(pending)
 
-    def _post_payload(self, pending: _Pending) -> None:
+    def _post_payload(self, pending: Pending) -> None:
         assert pending.counts is not None
-        wire = self._context.wire
-        pending.buffers = [self._context.pool.take(wire.num_bytes(self.kind, c)) for c in pending.counts]
-        operations = [
-            (peer, buffer)
-            for peer, buffer, count in zip(self._groups.peers, pending.buffers, pending.counts, strict=True)
-            if count.num_rows
-        ]
-        pending.works = self._batch(dist.irecv, operations, pending.key)
+        wire, pool = self._context.wire, self._context.pool
+        # Not behind the compute stream: the pool knows what a reused buffer has to wait for.
+        with nullcontext() if self._side is None else torch.cuda.stream(self._side):
+            pending.buffers = [pool.take(wire.num_bytes(self.kind, c)) for c in pending.counts]
+            pending.works = self._batch(dist.irecv, self._with_rows(pending.buffers, pending.counts), pending.key)
 
-    def _await_payload(self, pending: _Pending) -> None:
+    def _await_payload_later(self, pending: Pending) -> None:
+        if self._on_cuda:
+            pending.done.set()
+        else:
+            self._thread("receive").submit(lambda: self._await_payload(pending))
+
+    def _await_payload(self, pending: Pending) -> None:
+        """On the receive thread."""
         try:
-            if self._context.device.type != "cuda":
-                for peer, work in pending.works:
-                    pending.waiting_for = peer
-                    work.wait()
-        except RuntimeError as error:
+            for peer, work in pending.works:
+                pending.waiting_for = self._waiting_for = peer
+                work.wait()
+            self._waiting_for = None
+        except Exception as error:  # raised again where the transfer is taken
             pending.error = error
         pending.done.set()
 
-    def _finish_on_stream(self, pending: _Pending) -> None:
+    def _awaited(self, pending: Pending) -> int:
+        """The peer that a receive waits for; while earlier receives are waited for, theirs."""
+        for peer in (pending.waiting_for, self._waiting_for):
+            if peer is not None:
+                return peer
+        return self._groups.peers[0]
+
+    def _wait_on_stream(self, pending: Pending) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """CUDA: post the payload if only the counts are in, then let the compute stream wait for it."""
         if not pending.buffers:
             self._post_payload(pending)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         for _, work in pending.works:
             work.wait()
+        end.record()
+        return start, end
 
     def _arrival(self, counts: list[Counts], buffers: list[Tensor], start_s: float, end_s: float) -> Arrival:
         views = [
@@ -308,7 +309,7 @@ class Channel:
             for c, b in zip(counts, buffers, strict=True)
         ]
         arrival = Arrival(counts=counts, views=views, buffers=buffers, wait_from_s=start_s, wait_to_s=end_s)
-        if self._context.device.type == "cpu":
+        if not self._on_cuda:
             offsets = self._context.clock_offset_s
             arrival.sent_at_s = max(
                 (
@@ -320,6 +321,11 @@ class Channel:
             )
         return arrival
 
+    def _with_rows(self, buffers: Sequence[Tensor], counts: Sequence[Counts]) -> list[tuple[int, Tensor]]:
+        """The messages that travel, with their peers: those with rows."""
+        by_peer = zip(self._groups.peers, buffers, counts, strict=True)
+        return [(peer, buffer) for peer, buffer, count in by_peer if count.num_rows]
+
     def _batch(
         self,
         operation: Callable[..., dist.Work | None],
@@ -330,7 +336,7 @@ class Channel:
         if not operations:
             return []
         tag, group = self._tag(key), self._groups.payload
-        if self._context.device.type == "cuda":
+        if self._on_cuda:
             works = dist.batch_isend_irecv([dist.P2POp(operation, b, peer, group) for peer, b in operations])
             return [(operations[min(i, len(operations) - 1)][0], w) for i, w in enumerate(works)]
         call = self._isend if operation is dist.isend else self._irecv
@@ -357,23 +363,11 @@ class Channel:
             self._threads[purpose] = WaiterThread(f"{purpose} {self.name}")
         return self._threads[purpose]
 
-    def _raise_timeout(self, pending: _Pending) -> None:
-        monitor, peer = self._context.monitor, pending.waiting_for
-        if peer is None:
-            peer = self._groups.peers[0]
-        monitor.check()
-        raise TransferTimeout(
-            f"waited longer than [comm] timeout_s = {self._context.timeout_s:g} s on edge {self.name} for "
-            f"{pending.what} from worker {monitor.workers_on(peer)} (rank {peer}), which is doing: "
-            f"{monitor.status.read(peer)}"
-        )
-
-    def _raise_lost(self, pending: _Pending) -> None:
-        monitor, peer = self._context.monitor, pending.waiting_for
-        assert peer is not None
-        monitor.wait_for_notice(3.0)
+    def _raise_lost(self, peer: int, doing: str, cause: BaseException) -> None:
+        monitor = self._context.monitor
+        monitor.wait_for_notice(monitor.patience_s)
         monitor.check()
         raise PeerLost(
-            f"lost the connection on edge {self.name} while waiting for {pending.what} from worker "
-            f"{monitor.workers_on(peer)} (rank {peer}), which was doing: {monitor.status.read(peer)}"
-        ) from pending.error
+            f"lost the connection on edge {self.name} while {doing} from or to worker {monitor.describe(peer)}, "
+            f"which was doing: {monitor.doing(peer)}"
+        ) from cause

@@ -98,33 +98,41 @@ class BufferPool:
 
     Sizes are rounded up to an eighth of the next power of two, which wastes at most a seventh of a buffer.
     Thread-safe: buffers are taken by the compute thread and given back by the threads that wait for transfers.
+    On CUDA a buffer may be given back while kernels that were launched before still use it: it carries an event that
+    the stream which takes it next waits for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._free: dict[int, list[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(list)
         self._lock = threading.Lock()
         self.allocated_bytes = 0
         """Bytes of all buffers ever made, in use or free."""
 
     def take(self, num_bytes: int) -> Tensor:
-        """A uint8 tensor of exactly `num_bytes`, contents undefined."""
+        """A uint8 tensor of exactly `num_bytes`, contents undefined, for use on the current stream."""
         size = _size_class(num_bytes)
         with self._lock:
             free = self._free[size]
-            buffer = free.pop() if free else None
+            buffer, after = free.pop() if free else (None, None)
+        if after is not None:
+            torch.cuda.current_stream(self._device).wait_event(after)
         if buffer is None:
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
             with self._lock:
                 self.allocated_bytes += size
         return buffer[:num_bytes]
 
-    def give(self, view: Tensor) -> None:
-        """Return what `take` gave. The caller must hold no view of it any more."""
+    def give(self, view: Tensor, *, after: torch.cuda.Event | None = None) -> None:
+        """Return what `take` gave. The caller must hold no view of it any more.
+
+        Args:
+            after: When the device is done with it; None: it is.
+        """
         size = _size_class(view.numel())
         whole = view.as_strided((size,), (1,))
         with self._lock:
-            self._free[size].append(whole)
+            self._free[size].append((whole, after))
 
 
 def _size_class(num_bytes: int) -> int:
