@@ -96,7 +96,7 @@ def _aligned(num_bytes: int) -> int:
 class BufferPool:
     """Recycles transfer buffers, so that messages of ever-changing sizes do not fragment memory.
 
-    Sizes are rounded up to an eighth of the next power of two, which wastes at most a seventh of a buffer.
+    Sizes are rounded up to an eighth of the next power of two, which wastes at most a fifth of a buffer (or 4 KiB).
     Thread-safe: buffers are taken by the compute thread and given back by the threads that wait for transfers.
     On CUDA a buffer may be given back while kernels that were launched before still use it: it carries an event that
     the stream which takes it next waits for.
