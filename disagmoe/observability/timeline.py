@@ -1,23 +1,17 @@
-"""What each worker did when: a recorder for one process, and a Chrome trace of all of them.
+"""What each worker did when, as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
 
-Gathering the events of all ranks is the trainer's work; nothing here communicates. Open the trace in
-https://ui.perfetto.dev or chrome://tracing.
+Recording is the runtime's work, gathering over ranks the trainer's; nothing here communicates.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COMPUTE = "compute"
-WAIT = "wait"
-TRANSFER = "transfer"
-CATEGORIES = (COMPUTE, WAIT, TRANSFER)
+CATEGORIES = ("compute", "exposed communication", "idle", "send", "post receive")
 """In the order of their rows. Others are allowed and come after them."""
 
 
@@ -29,56 +23,6 @@ class Event(NamedTuple):
     start_s: float
     end_s: float
     args: dict[str, Any]
-
-
-class Timeline:
-    """Records events of one chosen step (0: of none); costs one attribute test a call in all others.
-
-    Times are seconds of `clock`. On Linux `time.perf_counter` is the same clock for all processes of a machine.
-    """
-
-    def __init__(self, *, recorded_step: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.enabled = False
-        self.events: list[Event] = []
-        self.clock = clock
-        self._recorded_step = recorded_step
-
-    def begin_step(self, step: int) -> None:
-        """Record from now on if `step` (from 1) is the chosen one, else stop."""
-        self.enabled = step == self._recorded_step and step > 0
-        if self.enabled:
-            self.events.clear()
-
-    def record(self, name: str, category: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Something that lasted from `start_s` to `end_s`. `args`: JSON values, shown when the event is selected."""
-        if self.enabled:
-            self.events.append(Event(name, category, start_s, end_s, args))
-
-    @contextmanager
-    def span(self, name: str, category: str, **args: Any) -> Iterator[None]:
-        """Record the time of a `with` block, also when it raises."""
-        if not self.enabled:
-            yield
-            return
-        start_s = self.clock()
-        try:
-            yield
-        finally:
-            self.record(name, category, start_s, self.clock(), **args)
-
-
-def clock_offset_s(round_trips: Sequence[tuple[float, float, float]]) -> float:
-    """What to add to another machine's clock to get ours.
-
-    Args:
-        round_trips: (asked_s, answered_s, received_s): when we asked, what the other's clock said, when we had the
-            answer. The quickest trip counts; the error is at most half its time.
-
-    >>> clock_offset_s([(10.0, 3.5, 13.0), (20.0, 12.25, 20.5)])
-    8.0
-    """
-    asked_s, answered_s, received_s = min(round_trips, key=lambda trip: trip[2] - trip[0])
-    return (asked_s + received_s) / 2 - answered_s
 
 
 def write_chrome_trace(
@@ -94,7 +38,7 @@ def write_chrome_trace(
 
     Args:
         rank_names: e.g. `r0.A0.1`; ranks without a name show their number.
-        clock_offsets_s: added to the times of each rank (see `clock_offset_s`); 0 where missing.
+        clock_offsets_s: added to the times of each rank; 0 where missing.
     """
     offsets = clock_offsets_s or {}
     starts_s = (e.start_s + offsets.get(rank, 0.0) for rank, events in events_by_rank.items() for e in events)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
-import torch
 
 from disagmoe.layout import Role
 from disagmoe.observability import Progress
 from disagmoe.observability.memory import peak_memory_bytes, reset_peak_memory
 from disagmoe.observability.metrics import all_keys, check_key, expert_load_key, mfu, role_key, role_metrics
 from disagmoe.observability.progress import format_duration
-from disagmoe.observability.routing import (
-    RoutingStatistics,
-    dead_experts,
-    entropy_of_mean,
-    expert_load,
-    router_entropy_sum,
-)
+from disagmoe.observability.routing import dead_experts, expert_load
 
 
 def test_keys() -> None:
@@ -56,38 +47,6 @@ def test_expert_load_and_dead_experts() -> None:
     counts_LE = np.array([[3, 3, 3, 3], [12, 0, 0, 0], [0, 0, 0, 0], [1, 2, 3, 6]])
     assert expert_load(counts_LE) == [1.0, 4.0, 0.0, 2.0]
     assert dead_experts(counts_LE) == 3 + 4
-
-
-def test_router_entropy() -> None:
-    even_TE = torch.full((5, 8), 0.125)
-    assert router_entropy_sum(even_TE).item() == pytest.approx(5 * math.log(8))
-    assert router_entropy_sum(torch.eye(4)).item() == 0.0
-    # Sigmoid scores are normalised; a token without scores counts as zero.
-    assert router_entropy_sum(torch.tensor([[0.9, 0.9], [0.0, 0.0]])).item() == pytest.approx(math.log(2))
-    assert router_entropy_sum(torch.empty(0, 4)).item() == 0.0
-    assert entropy_of_mean(torch.eye(4).sum(0)) == pytest.approx(math.log(4))
-    assert entropy_of_mean([0.0, 0.0]) == 0.0
-
-
-def test_routing_statistics_do_not_depend_on_the_cut() -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores_TE = torch.rand(24, 6, generator=generator, requires_grad=True)
-    ids_TK = scores_TE.topk(2).indices
-    whole = RoutingStatistics(2, 6)
-    whole.add(1, ids_TK, scores_TE)
-    parts = [RoutingStatistics(2, 6) for _ in range(3)]
-    for part, rows in zip(parts, (slice(0, 5), slice(5, 5), slice(5, 24)), strict=True):
-        part.add(1, ids_TK[rows], scores_TE[rows])
-    for sums in zip(*(part.tensors() for part in parts), whole.tensors(), strict=True):
-        torch.testing.assert_close(sum(sums[:-1]), sums[-1])
-    assert torch.equal(whole.counts_LE[1], torch.bincount(ids_TK.flatten(), minlength=6))
-    result = whole.metrics([3, 7])
-    assert result["expert_load.layer_3"] == 0.0 and result["expert_load.layer_7"] >= 1.0
-    assert result["dead_experts"] >= 6 and 0 < result["router_entropy"] < math.log(6)
-    for key in result:
-        check_key(key)
-    whole.reset()
-    assert whole.metrics([3, 7]) == {"expert_load.layer_3": 0.0, "expert_load.layer_7": 0.0, "dead_experts": 12}
 
 
 def test_progress_is_not_moved_by_a_slow_step() -> None:
