@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from disagmoe.layout import Role
 from disagmoe.observability import Progress
