@@ -50,6 +50,8 @@ def start_world(config: Config, folder: Path) -> World:
         # hardware queue behind another, nor may they fill the device.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         os.environ.setdefault("NCCL_MAX_CTAS", "8")
+        if config.debug.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
         torch.cuda.set_device(device)
     backend = "gloo" if backend_of(config.comm, device) == "gloo" else "cpu:gloo,cuda:nccl"
     layout = build_layout(config)

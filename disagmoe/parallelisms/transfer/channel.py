@@ -175,8 +175,12 @@ class Channel:
         if self._is_local:
             counts, buffers = self._local.pop(key)
             return self._arrival(counts, buffers, start_s, start_s)
-        pending = self._pending.pop(key)
+        pending = self._pending[key]
         self._wait(pending, start_s + self._context.timeout_s)
+        if self._on_cuda:
+            # In the order of the posts: counts come in that order, so those of all earlier receives are here.
+            self._post_known()
+        del self._pending[key]
         if pending.error is not None:
             self._raise_lost(self._awaited(pending), f"waiting for {pending.what}", pending.error)
         assert pending.counts is not None
@@ -209,11 +213,7 @@ class Channel:
         while self._flights and all(work.is_completed() for work in self._flights[0].works):
             for buffer in self._flights.pop(0).buffers:
                 self._context.pool.give(buffer)
-        for pending in self._pending.values():
-            if not pending.done.is_set() or pending.error is not None:
-                return
-            if not pending.buffers:
-                self._post_payload(pending)
+        self._post_known()
 
     def release(self, arrival: Arrival) -> None:
         """Give a transfer's buffers back; no view of them may be in use, except by kernels launched already."""
@@ -260,6 +260,14 @@ class Channel:
         self._waiting_for = None
         self._await_payload_later(pending)
 
+    def _post_known(self) -> None:
+        """CUDA: post the payloads whose counts are known."""
+        for pending in self._pending.values():
+            if not pending.done.is_set() or pending.error is not None:
+                return
+            if not pending.buffers:
+                self._post_payload(pending)
+
     def _post_payload(self, pending: Pending) -> None:
         assert pending.counts is not None
         wire, pool = self._context.wire, self._context.pool
@@ -293,9 +301,7 @@ class Channel:
         return self._groups.peers[0]
 
     def _wait_on_stream(self, pending: Pending) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """CUDA: post the payload if only the counts are in, then let the compute stream wait for it."""
-        if not pending.buffers:
-            self._post_payload(pending)
+        """CUDA: let the compute stream wait for a payload."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _, work in pending.works:
