@@ -1,0 +1,147 @@
+"""The best plan of each system for a number of GPUs, so that systems are compared at their best.
+
+Every candidate trains on (nearly) the same number of samples a step and gives each attention worker one sample a
+micro-batch. Of those that recompute as little as memory allows, the fastest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from disagmoe.layout import Layout
+from disagmoe.simulator.expert_parallel import EPPlan, EPRoofline
+from disagmoe.simulator.roofline import AFRoofline, Job, Recompute
+from disagmoe.simulator.systems import AF_SYSTEMS, BASELINES, AFPlan, SystemRun
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "ffn", "full")
+
+
+def with_least_recompute(job: Job, run: Callable[[Job], SystemRun]) -> SystemRun:
+    """The run that recomputes as little as memory allows; the one with full recomputation where nothing fits."""
+    for recompute in RECOMPUTE:
+        done = run(replace(job, recompute=recompute))
+        if done.fits:
+            return done
+    return done
+
+
+def candidate_plans(job: Job, num_gpus: int) -> Iterator[EPPlan]:
+    """Expert-parallel plans of all `num_gpus` GPUs whose micro-batches and experts come out even."""
+    most = max((layer.moe.num_experts for layer in job.model.layers if layer.is_moe), default=1)
+    for ranks in (r for r in range(1, num_gpus + 1) if num_gpus % r == 0 and r <= len(job.model.layers)):
+        width = num_gpus // ranks
+        if job.global_batch % width:
+            continue
+        microbatches = job.global_batch // width
+        for ep in (e for e in range(1, width + 1) if width % e == 0 and most % e == 0):
+            for chunks in (c for c in (1, 2, 4, 7, 8) if ranks * c <= len(job.model.layers)):
+                if microbatches >= ranks and (chunks == 1 or (ranks > 1 and microbatches % ranks == 0)):
+                    yield EPPlan(ranks=ranks, width=width, ep=ep, chunks_a_rank=chunks)
+
+
+def estimate_s(job: Job, plan: EPPlan) -> float:
+    """Quick estimate of an interleaved step: work and exposed transfers of a rank, the bubble, and gradients."""
+    ranks = tuple(chunk % plan.ranks for chunk in range(plan.ranks * plan.chunks_a_rank))
+    roofline = EPRoofline(job=job, plan=plan, rank_of_chunk=ranks)
+    costs = roofline.costs()
+    work = sum(costs.forward_s) + sum(costs.backward_s)
+    work += sum(hop.alone_s for hop in (*costs.forward_hop, *costs.backward_hop))
+    microbatches = job.global_batch // plan.width
+    sync = max(map(job.sync_s, roofline.held()))
+    return work / plan.ranks * (microbatches + (plan.ranks - 1) / plan.chunks_a_rank) + sync
+
+
+BATCH_TOLERANCE = 0.07
+"""By how much an AF-Pipe candidate's samples a step may differ from the job's, where its workers do not divide them."""
+
+
+def candidate_layouts(job: Job, num_gpus: int) -> Iterator[AFPlan]:
+    """AF-Pipe plans of all `num_gpus` GPUs: equal depths, each A-group beside its F-group, splits in eighths."""
+    most = max((layer.moe.num_experts for layer in job.model.layers if layer.is_moe), default=1)
+    layers = sum(job.model.is_moe_layer)
+    for depth in (d for d in range(1, 17) if num_gpus % d == 0 and d <= layers):
+        for replicas in (r for r in range(1, num_gpus + 1) if num_gpus // depth % r == 0):
+            pair = num_gpus // depth // replicas
+            for attn in sorted({max(1, pair * eighth // 8) for eighth in range(1, 8)}):
+                microbatches = round(job.global_batch / (attn * replicas))
+                off = abs(microbatches * attn * replicas / job.global_batch - 1)
+                if pair - attn < 1 or pair - attn > most or microbatches < 2 or off > BATCH_TOLERANCE:
+                    continue
+                layout = Layout(attn_depth=depth, ffn_depth=depth, attn_workers=attn, ffn_workers=pair - attn,
+                                replicas=replicas)  # fmt: skip
+                yield AFPlan(layout=layout, num_microbatches=microbatches)
+
+
+def _batch_of(job: Job, plan: AFPlan) -> Job:
+    layout = plan.layout
+    return replace(job, global_batch=plan.num_microbatches * layout.attn_workers * layout.replicas)
+
+
+def estimate_af_samples_per_s(job: Job, plan: AFPlan) -> float:
+    """Quick estimate: the most loaded of a group's engine and links, fill and drain, and gradients."""
+    layout = plan.layout
+    roofline = AFRoofline(job=job, layout=layout, microbatch_samples=layout.attn_workers)
+    costs = roofline.costs()
+    work, links = [0.0] * layout.num_groups, [0.0] * layout.num_groups
+    for stage in roofline.stages:
+        group = layout.pipeline_group(stage.role, stage.group)
+        work[group] += costs.forward_s[stage.index] + costs.backward_s[stage.index]
+        hops = (costs.forward_hop[stage.index], costs.backward_hop[stage.index])
+        links[group] += sum(max(hop.recv_s, hop.fabric_recv_s) for hop in hops)
+    period = max(*work, *links)
+    mean = sum(work) / len(roofline.stages) + sum(hop.alone_s for hop in costs.forward_hop[1:3])
+    fill = (layout.num_groups - 1) * mean
+    step = plan.num_microbatches * period + fill + max(map(job.sync_s, roofline.held().values()))
+    return _batch_of(job, plan).global_batch / step
+
+
+def with_best_split(job: Job, plan: AFPlan, name: str) -> SystemRun:
+    """`name` with as little recomputation as fits, on the batch that the plan divides."""
+    return with_least_recompute(_batch_of(job, plan), lambda job: AF_SYSTEMS[name].run(job, plan))
+
+
+def tuned_af(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun:
+    """An AF-Pipe variant on its best plan that fits: of those that are quickest by estimate, `tries` are simulated.
+
+    Raises:
+        ValueError: no plan comes out even.
+    """
+    plans = sorted(candidate_layouts(job, num_gpus), key=lambda plan: -estimate_af_samples_per_s(job, plan))
+    runs = (with_best_split(job, plan, name) for plan in plans)
+    return _best(runs, tries, f"{name}: no layout of {num_gpus} GPUs for a batch of {job.global_batch} samples")
+
+
+def tuned(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun:
+    """A baseline on its best plan that fits: of those that are quickest by estimate, `tries` are simulated.
+
+    Raises:
+        ValueError: no plan comes out even.
+    """
+    plans = sorted(candidate_plans(job, num_gpus), key=lambda plan: estimate_s(job, plan))
+    if name.startswith("dualpipe"):
+        plans = list(dict.fromkeys(replace(plan, chunks_a_rank=1) for plan in plans))
+
+    def runs() -> Iterator[SystemRun]:
+        for plan in plans:
+            try:
+                yield with_least_recompute(job, lambda job, plan=plan: BASELINES[name].run(job, plan))  # type: ignore[misc]
+            except ValueError:
+                continue
+
+    return _best(runs(), tries, f"{name}: no plan of {num_gpus} GPUs for a batch of {job.global_batch} samples")
+
+
+def _best(runs: Iterator[SystemRun], tries: int, otherwise: str) -> SystemRun:
+    """The fastest of the first `tries` runs that fit; where none fits at all, the one that needs least memory."""
+    fitting: list[SystemRun] = []
+    others: list[SystemRun] = []
+    for run in runs:
+        (fitting if run.fits else others).append(run)
+        if len(fitting) == tries:
+            break
+    if fitting:
+        return max(fitting, key=lambda run: run.tokens_per_s_per_gpu)
+    if not others:
+        raise ValueError(f"{otherwise} comes out even")
+    return min(others, key=lambda run: run.peak_bytes)
