@@ -99,7 +99,7 @@ class CommConfig:
     """Backend of tensor transfers; `auto`: nccl on CUDA, gloo otherwise. Row counts always travel over gloo."""
     timeout_s: Positive = 300.0
     """Longest wait on a peer before the run ends with an error that names the edge and the peer."""
-    heartbeat_timeout_s: Positive = 15.0
+    heartbeat_timeout_s: Annotated[float, Ge(2)] = 15.0
     """A worker that shows no sign of life for this long counts as gone."""
     strict_order: bool = False
     """gloo: constant tags, so that a wrong order of transfers fails as it would on NCCL."""

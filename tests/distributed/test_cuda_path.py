@@ -15,9 +15,10 @@ from tests.distributed.harness.worlds import Worlds
     ("layout", "schedule", "send_after", "microbatches"),
     [
         pytest.param((1, 1, 2, 2), "deep", 1, 4),
-        pytest.param((2, 1, 1, 2), "deep", 1, 7),
+        # Takes transfers in another order than it posts them.
+        pytest.param((2, 2, 1, 1), "deep", 0, 13),
+        pytest.param((2, 1, 1, 2), "deep", 1, 7, marks=pytest.mark.full),
         pytest.param((1, 2, 2, 1), "plain", 1, 6, marks=pytest.mark.full),
-        pytest.param((2, 2, 1, 1), "deep", 0, 13, marks=pytest.mark.full),
         pytest.param((3, 3, 1, 1), "deep", 1, 9, marks=pytest.mark.full),
     ],
 )
