@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from disagmoe.config.checks import build_layout
 from disagmoe.config.recipe import load_recipe
@@ -38,19 +39,20 @@ for _family in FAMILIES:
     load_recipe(_family).model_config("debug")
 del hooks
 gc.collect()
-gc.freeze()
 
 
 def main(rank: int, size: int, connection: Connection, folder: str) -> None:
     """Serve cases from `connection` until it closes."""
     torch.set_num_threads(1)
+    # What the server loaded stays: collecting garbage need not look at it, nor copy its pages.
+    gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=60)
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         connection.send(store.port)
     else:
-        store = dist.TCPStore("127.0.0.1", connection.recv(), is_master=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", connection.recv(), is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     connection.send("ready")
     while True:
@@ -70,6 +72,8 @@ def main(rank: int, size: int, connection: Connection, folder: str) -> None:
                 kind = "consequence" if isinstance(error, WorkerFailure) else "cause"
                 reply = f"{kind}\n{traceback.format_exc()}"
             faulthandler.cancel_dump_traceback_later()
+        # Engines hold themselves in cycles; process groups, with their threads and sockets, end with them.
+        gc.collect()
         # Not `send`: torch would pass tensors in shared memory, a file descriptor each.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.send_bytes(pickle.dumps(reply))

@@ -7,7 +7,7 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -29,7 +29,7 @@ class CaseError(AssertionError):
 
 @dataclass(kw_only=True)
 class _World:
-    processes: list[BaseProcess]
+    processes: Sequence[BaseProcess]
     connections: list[Connection]
     folder: Path
 

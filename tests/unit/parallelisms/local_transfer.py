@@ -178,28 +178,29 @@ class Problem:
     def transferred(self) -> dict[str, Tensor]:
         """The same through stages, plan, wire and combination; all micro-batches in flight at once."""
         stages = _build(self)
+        stage: DisagStage
         rounds = range(len(self.slices))
         out_SD = torch.full_like(self.hidden_SD, float("nan"))
         losses: dict[tuple[int, int], Tensor] = {}
         for microbatch in rounds:
-            for stage in stages.first:
-                stage.forward(microbatch)
-                stage.send_forward(microbatch)
+            for attention in stages.first:
+                attention.forward(microbatch)
+                attention.send_forward(microbatch)
             for stage in stages.experts:
                 stage.post_forward_receive(microbatch)
                 stage.forward(microbatch)
                 stage.send_forward(microbatch)
-            for i, stage in enumerate(stages.last):
-                stage.post_forward_receive(microbatch)
-                logits_BLD = stage.forward(microbatch)
+            for i, head in enumerate(stages.last):
+                head.post_forward_receive(microbatch)
+                logits_BLD = head.forward(microbatch)
                 if logits_BLD is not None:
                     token_T = stages.inputs[i][microbatch].tokens_BL.flatten()
                     out_SD[token_T] = logits_BLD.detach().flatten(0, 1)
                     losses[i, microbatch] = (logits_BLD.flatten(0, 1) * self.loss_SD[token_T]).sum()
         for microbatch in reversed(rounds):
-            for i, stage in enumerate(stages.last):
-                stage.backward(microbatch, loss=losses.get((i, microbatch)), full=True)
-                stage.send_backward(microbatch)
+            for i, head in enumerate(stages.last):
+                head.backward(microbatch, loss=losses.get((i, microbatch)), full=True)
+                head.send_backward(microbatch)
             for stage in (*stages.experts, *stages.first):
                 stage.post_backward_receive(microbatch)
                 stage.backward(microbatch, loss=None, full=True)

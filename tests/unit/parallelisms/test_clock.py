@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from disagmoe.parallelisms import clock as clock_module
 from disagmoe.parallelisms.clock import StepClock
 
 
@@ -14,7 +14,7 @@ from disagmoe.parallelisms.clock import StepClock
 def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The time, to be set by the test."""
     time_s = [0.0]
-    monkeypatch.setattr(clock_module.time, "monotonic", lambda: time_s[0])
+    monkeypatch.setattr(time, "monotonic", lambda: time_s[0])
     yield time_s
 
 

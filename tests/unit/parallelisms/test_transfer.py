@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.unit.parallelisms.local_transfer import Problem
 
@@ -16,7 +17,7 @@ from tests.unit.parallelisms.local_transfer import Problem
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
     """torch's stages ask for one; nothing is ever sent through it."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -54,7 +55,7 @@ def test_transfer_equals_a_dense_layer(problem: Problem) -> None:
     expected, result = problem.dense(), problem.transferred()
     for name, value in expected.items():
         assert torch.isfinite(result[name]).all(), name
-        torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-5, msg=f"{name} differs")
 
 
 def test_statistics_count_rows_and_tokens() -> None:
