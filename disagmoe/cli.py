@@ -107,9 +107,17 @@ def keys(arguments: Sequence[str]) -> int:
     return 0
 
 
+def simulate(arguments: Sequence[str]) -> int:
+    """`disagmoe simulate`: predict a step of a configuration and of other systems."""
+    from disagmoe.simulate_cli import simulate as run_simulation
+
+    return run_simulation(arguments)
+
+
 COMMANDS = {
     "check": Command("check a configuration and print its layout, without starting anything", check),
     "keys": Command("list all configuration keys", keys),
+    "simulate": Command("predict a step's time, and what other systems would need", simulate),
 }
 
 

@@ -1,6 +1,6 @@
-"""What each worker did when, as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
+"""Who did what when, as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
 
-Recording is the runtime's work, gathering over ranks the trainer's; nothing here communicates.
+The same for what a run has recorded and for what the simulator has computed.
 """
 
 from __future__ import annotations
