@@ -13,12 +13,14 @@ import torch.distributed as dist
 from disagmoe.config.load import ResolvedConfig
 from disagmoe.config.recipe import load_recipe
 from disagmoe.config.schema import Config
+from disagmoe.cost_profile import gather_profile
 from disagmoe.data import Batch, build_dataset
 from disagmoe.engine import DisagEngine, Engine, PlainEngine
 from disagmoe.layout import Role, owned_samples
 from disagmoe.observability import Event, MetricsLogger, metrics, write_chrome_trace
 from disagmoe.observability.memory import reset_peak_memory
 from disagmoe.optimizer import build_lr_schedulers, build_optimizers
+from disagmoe.parallelisms.clock import CostSamples
 from disagmoe.parallelisms.gradients import update_router_bias
 from disagmoe.parallelisms.stage import MicrobatchInput
 from disagmoe.step_report import RouterTable, gather_workers
@@ -107,6 +109,15 @@ class Trainer:
             self.history.append(self.train_step(step))
         self.logger.close()
 
+    def write_profile(self, resolved: ResolvedConfig) -> None:
+        """Write what `[metrics] profile_costs` asks for. Collective."""
+        samples = self.engine.clock.samples
+        if samples is not None:
+            with self.world.monitor.collective("gathering measured costs"):
+                profile = gather_profile(resolved, samples)
+            if profile is not None:
+                profile.save(resolved.config.metrics.profile_costs)
+
     def close(self) -> None:
         """Free what the engine holds. Collective."""
         self.engine.close()
@@ -117,6 +128,8 @@ class Trainer:
         start_s, sent_before = time.monotonic(), engine.sent_bytes
         clock.reset()
         clock.recording = step == config.metrics.timeline_step and self._folder is not None
+        if config.metrics.profile_costs and step == min(3, config.training.steps):
+            clock.samples = CostSamples()
         reset_peak_memory(self.world.device)
         monitor = self.world.monitor
         monitor.status.write(f"step {step}, reading data")
@@ -165,7 +178,7 @@ class Trainer:
             if text != readers[first]:
                 raise ValueError(
                     f'[data] source = "{self.config.data.source}": ranks {first} and {rank} read different data '
-                    f"({readers[first]}; {text}); copy the same files (for python-stdlib: the same Python) to every node"
+                    f"({readers[first]}; {text}); copy the same files to every node (python-stdlib: the same Python)"
                 )
 
     def _inputs(self, step: int) -> tuple[list[MicrobatchInput], int]:
@@ -290,6 +303,7 @@ def train(resolved: ResolvedConfig) -> None:
     def body() -> None:
         trainer = Trainer(config, world, folder=folder)
         trainer.run()
+        trainer.write_profile(resolved)
         trainer.close()
 
     run_guarded(world, body)

@@ -63,6 +63,9 @@ def find_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
         yield from _layout_problems(resolved)
         if shape is not None:
             yield from _split_problems(resolved, shape)
+    elif config.metrics.profile_costs:
+        rule = f'measures the stages of a disaggregated run, and parallelism.mode is "{config.parallelism.mode}"'
+        yield resolved.problem("metrics.profile_costs", rule, fix='leave it out, or set parallelism.mode = "disagmoe"')
     yield from _batch_problems(resolved)
     yield from _comm_problems(resolved)
     yield from _source_problems(resolved)

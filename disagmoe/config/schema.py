@@ -167,6 +167,9 @@ class MetricsConfig:
     tensorboard: bool = True
     timeline_step: CountOrZero = 3
     """The step whose actions are written to `timeline.json`; 0: none."""
+    profile_costs: str = ""
+    """File that the measured times of stages and transfers are written to at the end, for `disagmoe simulate --profile`
+    and `[disagmoe] costs`; empty: none. The first two steps do not count. On CPU only so far."""
 
 
 @dataclass(frozen=True, kw_only=True)

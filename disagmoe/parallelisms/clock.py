@@ -13,9 +13,11 @@ handed a payload over is not known there: the whole wait for it counts as `expos
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,8 +34,29 @@ class Span:
     end_s: float
 
 
+@dataclass(kw_only=True)
+class CostSamples:
+    """What single actions and transfers took on one process, step after step."""
+
+    compute_s: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By (kind of action, stage): seconds, waits excluded."""
+    transfers: dict[tuple[int, bool], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    """By (hop, backward): bytes received over the network, and seconds from the last hand-over to arrival, less the
+    time in which an earlier transfer of the same edge was still arriving."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Default factories can't be pickled.
+        return _restore_samples, (dict(self.compute_s), dict(self.transfers))
+
+
+def _restore_samples(
+    compute_s: dict[tuple[str, int], list[float]], transfers: dict[tuple[int, bool], list[tuple[float, float]]]
+) -> CostSamples:
+    return CostSamples(compute_s=compute_s, transfers=transfers)
+
+
 class StepClock:
-    """Adds up one process's step; keeps the single spans too while `recording`."""
+    """Adds up one process's step; keeps the single spans too while `recording`, and costs if `samples` is set."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._on_cuda = device is not None and device.type == "cuda"
@@ -42,6 +65,7 @@ class StepClock:
         self._on_device: list[tuple[str, str, EventPair]] = []
         self.recording = False
         self.spans: list[Span] = []
+        self.samples: CostSamples | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -56,8 +80,11 @@ class StepClock:
             self._base_s = time.monotonic()
 
     @contextmanager
-    def span(self, category: str, name: str) -> Iterator[None]:
-        """Time a block. Category `compute` counts as compute, less the waits inside it."""
+    def span(self, category: str, name: str, sample: tuple[str, int] | None = None) -> Iterator[None]:
+        """Time a block. Category `compute` counts as compute, less the waits inside it.
+
+        sample: what this is a sample of, see `CostSamples`.
+        """
         if self._on_cuda and category == "compute":
             start_event = _event()
             yield
@@ -68,7 +95,10 @@ class StepClock:
         yield
         end = time.monotonic()
         if category == "compute":
-            self.compute_s += end - start - (self.exposed_comm_s + self.idle_s - waited)
+            net = end - start - (self.exposed_comm_s + self.idle_s - waited)
+            self.compute_s += net
+            if self.samples is not None and sample is not None:
+                self.samples.compute_s[sample].append(net)
         if self.recording:
             self.spans.append(Span(category, name, start, end))
 

@@ -103,7 +103,7 @@ class AFPipeRuntime(_PipelineScheduleRuntime):
                 category = "send"
             else:
                 category = "post receive"
-            with self._clock.span(category, str(action)):
+            with self._clock.span(category, str(action), (action.kind.name, action.stage)):
                 self._run[action.kind](stage, action.microbatch)
             if self._on_cuda:
                 for channel in self._channels:

@@ -237,6 +237,9 @@ class DisagStage(_PipelineStageBase):
             arrival.sent_at_s,
             arrival.stream_wait,
         )
+        if self.clock.samples is not None and arrival.num_bytes:
+            hop = (key[0], channel.backward)
+            self.clock.samples.transfers[hop].append((arrival.num_bytes, arrival.transfer_s))
         return arrival
 
     def post_forward_receive(self, microbatch: int) -> None:

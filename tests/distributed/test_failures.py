@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from disagmoe.simulator.profile import Profile
 from tests.distributed.fault_runs import LAYOUT, LIMIT_S, NAMES, Nursery, Outcome, torchrun
 from tests.distributed.faults import Fault
 
@@ -132,10 +133,15 @@ def test_no_sign_of_life(nursery: Nursery) -> None:
     check_survivors(outcome, 2, "no sign of life for 3 s")
 
 
-def test_good_run_leaves_nothing_behind(nursery: Nursery) -> None:
-    """Nobody takes a worker that has finished for a dead one; the status files are removed."""
-    outcome = nursery.run(Fault(kind="none", rank=0), "--training.steps=2")
+def test_good_run_leaves_nothing_behind(nursery: Nursery, tmp_path: Path) -> None:
+    """Nobody takes a worker that has finished for a dead one; the status files are removed, measured costs written."""
+    costs = tmp_path / "costs.json"
+    outcome = nursery.run(Fault(kind="none", rank=0), "--training.steps=3", f"--metrics.profile_costs={costs}")
     assert outcome.codes == [0, 0, 0, 0]
+    profile = Profile.load(costs)
+    assert min(s.forward_s for s in profile.stages) > 0 and min(s.backward_s or 0 for s in profile.stages) > 0
+    assert min(h.forward_bytes for h in profile.hops) > 0 and min(h.backward_bytes for h in profile.hops) > 0
+    assert profile.costs().num_stages == len(profile.stages) == len(profile.hops) + 1
     assert not any(outcome.lines(rank) for rank in range(4))
     (folder,) = [p for p in nursery.folder.iterdir() if not (p / "note").exists()]
     assert not (folder / "dump" / ".status").exists()

@@ -67,6 +67,7 @@ class Channel:
         self._threads: dict[str, WaiterThread] = {}
         self._send_error: tuple[int, BaseException] | None = None
         self._waiting_for: int | None = None
+        self._last_here_s = 0.0
         self.sent_bytes = 0
         """Payload and count bytes handed to the network so far."""
 
@@ -187,6 +188,8 @@ class Channel:
         stream_wait = self._wait_on_stream(pending) if self._on_cuda else None
         arrival = self._arrival(pending.counts, pending.buffers, start_s, time.monotonic())
         arrival.stream_wait = stream_wait
+        arrival.num_bytes = sum(buffer.numel() for buffer in pending.buffers)
+        arrival.transfer_s = max(0.0, pending.here_s - max(arrival.sent_at_s, pending.begun_s))
         return arrival
 
     def _wait(self, pending: Pending, deadline_s: float) -> None:
@@ -289,6 +292,8 @@ class Channel:
                 pending.waiting_for = self._waiting_for = peer
                 work.wait()
             self._waiting_for = None
+            pending.begun_s, pending.here_s = self._last_here_s, time.monotonic()
+            self._last_here_s = pending.here_s
         except Exception as error:  # raised again where the transfer is taken
             pending.error = error
         pending.done.set()

@@ -55,6 +55,10 @@ class Arrival:
     """The compute thread's wait for it."""
     stream_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     """CUDA: the compute stream's wait for it, which is the one that counts there."""
+    num_bytes: int = 0
+    """Payload that came over the network."""
+    transfer_s: float = 0.0
+    """From the last hand-over, or the end of the channel's previous transfer, until it was here."""
 
 
 @dataclass(kw_only=True)
@@ -71,6 +75,10 @@ class Pending:
     error: BaseException | None = None
     waiting_for: int | None = None
     """Global rank of the peer whose message is being waited for."""
+    begun_s: float = 0.0
+    """When the previous transfer of the channel had arrived."""
+    here_s: float = 0.0
+    """When this one had."""
 
 
 @dataclass(kw_only=True)

@@ -24,6 +24,12 @@ class Bad(NamedTuple):
 
 
 BAD = [
+    Bad(
+        "profile of the unsplit model",
+        '[metrics]\nprofile_costs = "costs.json"',
+        ["--parallelism.mode=none"],
+        ["FILE", 'metrics.profile_costs = "costs.json"', "measures the stages", "leave it out"],
+    ),
     Bad("syntax", "!a = [1,\nb = 2\n", [], ["FILE, line 2", "not valid TOML", "`b = 2`"]),
     Bad("repeated key", "[training]\nsteps = 1\nsteps = 2", [], ["FILE, line ", "not valid TOML", "`steps = 2`"]),
     Bad("no recipe", "!", [], ["FILE", "recipe.name", "is missing", "must be a string", "qwen3"]),
