@@ -20,12 +20,13 @@ def case(documents: Path, **fields: object) -> Case:
 
 
 def test_worlds_start_quickly(worlds: Worlds) -> None:
-    """Once the server is up. A slow machine may need three times as long as this one ever did."""
+    """Once the server is up: about 0.2 s for eight processes; much more is allowed on a busy machine."""
     worlds._world(1)
-    worlds._worlds.pop(8, None)
+    if (old := worlds._worlds.pop(8, None)) is not None:
+        old.kill()
     start = time.monotonic()
     worlds._world(8)
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 4.0
 
 
 def test_error_in_a_worker(worlds: Worlds, documents: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.harness.cases import ADAMW, FAMILIES, SGD, Case, make_config
-from tests.distributed.harness.compare import assert_same_training
+from tests.distributed.harness.compare import WORST, assert_same_training, loss_distances
 from tests.distributed.harness.worlds import Worlds
 
 BF16_LOSS = 0.02
@@ -47,8 +47,10 @@ def test_bfloat16(
     exact = worlds.reference(Case(config=make_config(family, documents, layout=layout, optimizer=ADAMW)))
     assert all(p.dtype is torch.bfloat16 for p in result.parameters.values())
     assert all(bias.dtype is torch.float32 for bias in result.biases.values())
-    assert result.losses() == pytest.approx(same.losses(), rel=BF16_LOSS)
-    assert result.losses() == pytest.approx(exact.losses(), rel=BF16_LOSS)
+    for what, expected in (("the unsplit model's", same), ("float32", exact)):
+        difference = max(loss_distances(result, expected))
+        WORST.note(f"bfloat16 loss, from {what}", difference, f"{family} {layout}")
+        assert difference <= BF16_LOSS
     assert result.losses()[-1] < result.losses()[0]
 
 
