@@ -53,5 +53,8 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     cores=$(nproc)
     export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
 fi
+# Threads that wait for each other by spinning take the cores from the ones that they wait for, as soon as anything else
+# runs on the machine.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 exec "$PYTHON" -m torch.distributed.run --nproc-per-node="$processes" "${rendezvous[@]}" \
     -m disagmoe.train --config-file="$CONFIG_FILE" "$@"

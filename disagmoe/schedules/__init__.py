@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from disagmoe.schedules.actions import Action, Kind, Schedule
-from disagmoe.schedules.af_pipe import make_schedule
 from disagmoe.schedules.errors import ScheduleError
+from disagmoe.schedules.generate import make_fitted, make_schedule
 from disagmoe.schedules.validate import peak_in_flight, peak_microbatches, validate
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Kind",
     "Schedule",
     "ScheduleError",
+    "make_fitted",
     "make_schedule",
     "peak_in_flight",
     "peak_microbatches",

@@ -26,11 +26,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from disagmoe.layout import Layout, Stage, build_stages, split_evenly
-from disagmoe.schedules.actions import Action, Schedule
+from disagmoe.layout import Layout, Stage, split_evenly
+from disagmoe.schedules.actions import Action
 from disagmoe.schedules.list_schedule import Costs, ListSchedule, Policy
-from disagmoe.schedules.lower import lower
-from disagmoe.schedules.validate import validate
 
 ROUND_FACTOR = {"plain": 1, "deep": 2}
 """Length of a round in units of p_A + p_F micro-batches."""
@@ -43,33 +41,21 @@ WORTHWHILE = 0.01
 """Share of the makespan for which a wave that needs more memory is taken."""
 
 
-def make_schedule(
+def ring_order(
     layout: Layout,
-    is_moe_layer: Sequence[bool],
+    stages: Sequence[Stage],
+    group_of_stage: Sequence[int],
     *,
     name: str,
     num_microbatches: int,
     in_flight: int = 0,
-    hoist: int = 8,
-    send_after: int = 0,
-) -> Schedule:
-    """A validated schedule for one replica of `layout`, for a model with these layers.
+) -> tuple[tuple[Action, ...], ...]:
+    """By group, its forwards and full backwards in the order of `plain` or `deep`.
 
-    name: `plain` or `deep`.
     in_flight: most micro-batches between first forward and last backward; 0: as many as the schedule likes. Rounds
         are cut to fit, so that any number >= 1 completes.
-    hoist, send_after: see `lower`.
-    Raises ValueError for a value out of range. Works for any depths, layers and number of micro-batches.
     """
-    if name not in ROUND_FACTOR:
-        raise ValueError(f'schedule = "{name}": must be one of {", ".join(sorted(ROUND_FACTOR))}')
-    if num_microbatches < 1:
-        raise ValueError(f"microbatches = {num_microbatches}: must be at least 1")
-    if in_flight < 0:
-        raise ValueError(f"in_flight = {in_flight}: must be at least 1 (a micro-batch), or 0 for the schedule's own")
-    stages = build_stages(layout, is_moe_layer)
-    group_of_stage = tuple(layout.pipeline_group(stage.role, stage.group) for stage in stages)
-    compute = best_order(
+    return best_order(
         layout,
         stages,
         group_of_stage,
@@ -77,18 +63,6 @@ def make_schedule(
         name=name,
         in_flight=in_flight or num_microbatches,
     )
-    programs = lower(compute, stages=stages, group_of_stage=group_of_stage, hoist=hoist, send_after=send_after)
-    schedule = Schedule(
-        name=name,
-        num_microbatches=num_microbatches,
-        stages=stages,
-        group_of_stage=group_of_stage,
-        num_groups=layout.num_groups,
-        compute=compute,
-        programs=programs,
-    )
-    validate(schedule, in_flight=in_flight)
-    return schedule
 
 
 @dataclass(frozen=True, kw_only=True)

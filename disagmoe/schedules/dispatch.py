@@ -1,0 +1,241 @@
+"""List scheduling of a `Problem`, forwards in time or backwards (see `problem`).
+
+Whenever a group is free it takes something that is ready and fits, so nobody waits who could work. Links serve first
+come, first served, in both directions, as the simulator's do; receives are taken as posted in time.
+
+The last stage (head and loss) is one piece: its backward follows its forward at once, so that the logits of one
+micro-batch only are alive.
+
+**Why no play deadlocks.** A group acquires in a given order (`acquires`); everything else is chosen as the play goes.
+If the given orders are those of any schedule that completes within the caps, every play completes: take the earliest
+operation of that schedule that is not done yet. What it needs is done; its group has acquired exactly what it had
+acquired there, and released at least what it had released there. So it can go. A first schedule comes from rounds that
+fit into the caps, for which the same argument holds with micro-batches instead of operations.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagmoe.schedules.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a free group takes, among what is ready and fits."""
+
+    by_key: bool = False
+    """The smaller key; otherwise as follows."""
+    lead: Sequence[int] | None = None
+    """By group: an acquisition goes first while fewer than this many are open; None: a release always goes first."""
+    eager_weights: bool = False
+    """A weight operation goes before an input half where an acquisition waits for nothing but memory."""
+
+
+class Play:
+    """One play. Its result: `order` (operations by group), `start` (by operation) and `makespan`, in ticks."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        acquires: Sequence[Sequence[int]],
+        key: Sequence[float],
+        rule: Rule,
+        *,
+        fixed: bool = False,
+    ) -> None:
+        """
+        acquires: by group, its acquiring operations in order (see the module's description).
+        key: by operation; the smallest is taken first among releases and chain operations, and among weights.
+        fixed: `acquires` holds *all* operations of each group, in the order of a schedule that completes within the
+            caps; they are only timed.
+        """
+        self.problem = problem
+        self.acquires = acquires
+        self.key = key
+        self.rule = rule
+        self.fixed = fixed
+        num_groups, count = problem.num_groups, problem.num_microbatches
+        self.half = problem.num_stages * count
+        self.chain = 2 * self.half
+        self.weights_first = problem.mirrored and bool(problem.weight)
+        self.weights_last = not problem.mirrored and bool(problem.weight)
+        self.start = [-1] * problem.num_operations
+        self.order: list[list[int]] = [[] for _ in range(num_groups)]
+        self.arrived = bytearray(self.chain)
+        self.next = [0] * num_groups
+        self.room = list(problem.capacity)
+        self.open = [0] * num_groups
+        self.admitted = 0
+        self.ready: list[list[tuple[float, int]]] = [[] for _ in range(num_groups)]
+        self.weights: list[list[tuple[float, int]]] = [[] for _ in range(num_groups)]
+        self.free_at = [0] * num_groups
+        self.send_free = [0] * num_groups
+        self.recv_free = [0] * num_groups
+        self.forced = [-1] * num_groups
+        """By group: the operation of the last stage that must be next."""
+        self.events: list[tuple[int, int, int]] = []
+        self.makespan = 0
+        for operation in range(count):
+            self._arrive(operation)
+
+    def run(self) -> Play:
+        """Play to the end."""
+        events, pop, push = self.events, heapq.heappop, heapq.heappush
+        count, group_of = self.problem.num_microbatches, self.problem.group
+        send, recv, latency = self.problem.send, self.problem.recv, self.problem.latency
+        recv_free, free_at = self.recv_free, self.free_at
+        dirty = set(range(self.problem.num_groups))
+        now = 0
+        while True:
+            for group in dirty:
+                if free_at[group] <= now:
+                    self._decide(group, now)
+            if not events:
+                break
+            dirty = set()
+            now = events[0][0]
+            while events and events[0][0] == now:
+                _, what, number = pop(events)
+                if what == 0:  # Operation `number` begins to send: reserve the receiver's time.
+                    position = number // count
+                    group = group_of[position + 1]
+                    mine, sent = recv[position], send[position]
+                    begin = now + latency[position] + (sent - mine if sent > mine else 0)
+                    if begin < recv_free[group]:
+                        begin = recv_free[group]
+                    recv_free[group] = begin + mine
+                    push(events, (begin + mine, 1, number + count))
+                elif what == 1:
+                    self._arrive(number)
+                    dirty.add(group_of[number // count])
+                else:
+                    dirty.add(number)
+        self.makespan = max(free_at)
+        return self
+
+    @property
+    def is_complete(self) -> bool:
+        """False where `acquires` was an order that doesn't complete within the caps."""
+        return min(self.start) >= 0
+
+    def _arrive(self, operation: int) -> None:
+        self.arrived[operation] = 1
+        if operation >= self.half or (self.weights_first and self.start[self.chain + operation] >= 0):
+            group = self.problem.group[operation // self.problem.num_microbatches]
+            heapq.heappush(self.ready[group], (self.key[operation], operation))
+
+    def _is_input_here(self, acquire: int) -> bool:
+        if not self.weights_first:
+            return bool(self.arrived[acquire])
+        # A mirrored weight operation has no input of its own; the last stage's waits for that of what is forced next.
+        operation = acquire - self.chain
+        last = operation >= self.half - self.problem.num_microbatches
+        return not last or bool(self.arrived[operation])
+
+    def _fits(self, operation: int, group: int) -> bool:
+        stage = operation // self.problem.num_microbatches
+        if self.weights_first:
+            stage -= 2 * self.problem.num_stages
+        if self.problem.memory[stage] > self.room[group]:
+            return False
+        return stage > 0 or self.admitted < self.problem.in_flight
+
+    def _decide(self, group: int, now: int) -> None:
+        """Start what `group` prefers among what is ready."""
+        if self.fixed:
+            self._follow(group, now)
+            return
+        if self.forced[group] >= 0:
+            forced, self.forced[group] = self.forced[group], -1
+            self._start(forced, group, now)
+            return
+        ready, weights, rule = self.ready[group], self.weights[group], self.rule
+        order, place = self.acquires[group], self.next[group]
+        acquire = -1
+        waits_for_room = False
+        if place < len(order):
+            acquire = order[place]
+            if not self._is_input_here(acquire):
+                acquire = -1
+            elif not self._fits(acquire, group):
+                acquire, waits_for_room = -1, True
+        if rule.by_key:
+            best = self.key[acquire] if acquire >= 0 else float("inf")
+            heap = None
+            if ready and ready[0][0] < best:
+                best, heap = ready[0][0], ready
+            if weights and weights[0][0] < best:
+                heap = weights
+            if heap is not None:
+                self._start(heapq.heappop(heap)[1], group, now)
+            elif acquire >= 0:
+                self._acquire(acquire, group, now)
+            return
+        first = acquire >= 0 and rule.lead is not None and self.open[group] < rule.lead[group]
+        if first or (acquire >= 0 and not ready):
+            self._acquire(acquire, group, now)
+        elif weights and (not ready or (rule.eager_weights and waits_for_room)):
+            self._start(heapq.heappop(weights)[1], group, now)
+        elif ready:
+            self._start(heapq.heappop(ready)[1], group, now)
+
+    def _follow(self, group: int, now: int) -> None:
+        order, place = self.acquires[group], self.next[group]
+        if place < len(order) and (order[place] >= self.chain or self.arrived[order[place]]):
+            self.next[group] += 1
+            self._start(order[place], group, now)
+
+    def _acquire(self, operation: int, group: int, now: int) -> None:
+        self.next[group] += 1
+        self.open[group] += 1
+        stage = operation // self.problem.num_microbatches
+        if self.weights_first:
+            stage -= 2 * self.problem.num_stages
+        self.room[group] -= self.problem.memory[stage]
+        self.admitted += stage == 0
+        self._start(operation, group, now)
+
+    def _start(self, operation: int, group: int, now: int) -> None:
+        """Occupy `group`, send what the operation makes, release what it holds."""
+        problem, count = self.problem, self.problem.num_microbatches
+        self.start[operation] = now
+        self.order[group].append(operation)
+        if operation >= self.chain:
+            stage = (operation - self.chain) // count
+            end = now + problem.weight[stage]
+            if self.weights_last:
+                self._release(stage, group)
+            elif stage == problem.num_stages - 1:
+                self.forced[group] = operation - self.chain
+            elif self.arrived[operation - self.chain]:
+                heapq.heappush(self.ready[group], (self.key[operation - self.chain], operation - self.chain))
+        else:
+            position = operation // count
+            end = now + problem.duration[position]
+            if position >= problem.num_stages:
+                stage = 2 * problem.num_stages - 1 - position
+                if self.weights_last:
+                    weight = self.chain + stage * count + operation % count
+                    if position == problem.num_stages:
+                        self.forced[group] = weight
+                    else:
+                        heapq.heappush(self.weights[group], (self.key[weight], weight))
+                else:
+                    self._release(stage, group)
+            if position == problem.num_stages - 1:
+                self.arrived[operation + count] = 1
+                self.forced[group] = operation + count
+            elif position < 2 * problem.num_stages - 1:
+                begin = end if end > self.send_free[group] else self.send_free[group]
+                self.send_free[group] = begin + problem.send[position]
+                heapq.heappush(self.events, (begin, 0, operation))
+        self.free_at[group] = end
+        heapq.heappush(self.events, (end, 2, group))
+
+    def _release(self, stage: int, group: int) -> None:
+        self.room[group] += self.problem.memory[stage]
+        self.open[group] -= 1
+        self.admitted -= stage == 0
