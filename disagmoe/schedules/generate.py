@@ -8,6 +8,7 @@ wait or where the memory they hold is needed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -24,14 +25,16 @@ from disagmoe.schedules.validate import validate
 
 NAMES = ("deep", "fitted", "plain")
 Compute = tuple[tuple[Action, ...], ...]
-EFFORT = 1_000_000
-"""Operations that *fitted* schedules, over all its plays: about two seconds. A play of everything is made 12 times at
-least, whatever it takes."""
+EFFORT = 600_000
+"""Operations that *fitted* schedules, over all its plays: a second or two. A play of everything is made 12 times at
+least, whatever that takes."""
 EFFORT_ASSUMED = 100_000
 """The same where costs are only assumed."""
 LONGEST_HOIST = 64
 HOIST_GAIN = 0.001
-"""Share of the makespan for which receives are posted twice as early."""
+"""Share of the makespan for which receives are posted as early as that."""
+HOISTED = 0.99
+"""Share of receives that are to be posted in time."""
 
 
 def make_schedule(
@@ -98,7 +101,7 @@ def make_fitted(
         2 (p_A + p_F) + 2, which is what *deep* takes.
     memory_bytes: most bytes of activations a worker, one number or one a group; needs `costs.activation_bytes`.
     in_flight: most micro-batches between first forward and last backward.
-    hoist: receives are posted that many compute actions ahead, or 2, 4, ... times as many while that gains time.
+    hoist: receives are posted that many compute actions ahead, or 2, 4, ... times as many where transfers would wait.
     effort: operations to schedule over all plays; 0: `EFFORT`.
     Raises ValueError for a value out of range, and for caps that one micro-batch alone breaks.
     """
@@ -245,14 +248,29 @@ def _simple_plays(frame: _Frame, problem: Problem) -> Iterator[Play]:
 def _hoisted(
     frame: _Frame, problem: Problem, play: Play, costs: StageTimes, *, hoist: int, send_after: int
 ) -> Schedule:
-    """Receives as late as `hoist` says, or earlier while that gains `HOIST_GAIN`."""
+    """Receives as late as `hoist` says, or earlier where transfers would wait for them otherwise."""
     compute = compute_orders(problem, play)
+    wanted, hoist = _wanted_hoist(problem, play), max(1, hoist)
+    while hoist < min(wanted, LONGEST_HOIST):
+        hoist *= 2
     best = frame.finish("fitted", compute, hoist=hoist, send_after=send_after)
     end = makespan(best, costs)
-    while hoist < LONGEST_HOIST and end > play.makespan * problem.tick_s * (1 + HOIST_GAIN):
-        hoist = max(1, 2 * hoist)
-        other = frame.finish("fitted", compute, hoist=hoist, send_after=send_after)
-        other_end = makespan(other, costs)
-        if other_end < end * (1 - HOIST_GAIN):
-            best, end = other, other_end
+    if hoist < LONGEST_HOIST and end > play.makespan * problem.tick_s * (1 + HOIST_GAIN):
+        other = frame.finish("fitted", compute, hoist=LONGEST_HOIST, send_after=send_after)
+        best = other if makespan(other, costs) < end * (1 - HOIST_GAIN) else best
     return best
+
+
+def _wanted_hoist(problem: Problem, play: Play) -> int:
+    """How many compute actions ahead receives must be posted so that hardly a transfer waits for one in `play`."""
+    count = problem.num_microbatches
+    starts = [[play.start[operation] for operation in order] for order in play.order]
+    ahead = []
+    for group, order in enumerate(play.order):
+        for place, operation in enumerate(order):
+            position = operation // count
+            if 0 < position < 2 * problem.num_stages and position != problem.num_stages:
+                made = play.start[operation - count] + problem.duration[position - 1]
+                # The receive is posted when an action ends, just before the next one.
+                ahead.append(place - bisect_right(starts[group], made, 0, place) + 1)
+    return sorted(ahead)[int(HOISTED * (len(ahead) - 1))] if ahead else 0

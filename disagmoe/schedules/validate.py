@@ -45,8 +45,9 @@ def check_complete(schedule: Schedule) -> None:
     """Every (stage, micro-batch) has its forward, its backward (full, or both halves) and its transfers, once each."""
     _check_shape(schedule)
     where: dict[Action, int] = {}
+    names = [_name(schedule, group) for group in range(schedule.num_groups)]
     for group, action in schedule.actions():
-        name = _name(schedule, group)
+        name = names[group]
         if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
             raise ScheduleError(
                 f"{name}: {action} does not exist: there are {schedule.num_stages} stages and "
@@ -68,8 +69,7 @@ def check_complete(schedule: Schedule) -> None:
             for action in _required(schedule, where, stage, microbatch):
                 expected += 1
                 if action not in where:
-                    name = _name(schedule, schedule.group_of_stage[stage])
-                    raise ScheduleError(f"{name}: {action} is missing")
+                    raise ScheduleError(f"{names[schedule.group_of_stage[stage]]}: {action} is missing")
     if expected != len(where):
         wanted = {
             action

@@ -2,19 +2,19 @@
 
 All hold for every order of compute and transfers, with links that serve one transfer at a time in each direction, and
 with activations within the caps. Notation as in `disagmoe.schedules.problem`: a micro-batch passes the chain's 2 S
-positions; `ready[q]` is the earliest start of position q (everything before it on idle groups and links), `after[q]` the
-least time from its end to the end of all that depends on it.
+positions; `ready[q]` is the earliest start of position q (everything before it on idle groups and links), `after[q]`
+the least time from its end to the end of all that depends on it.
 
 - **Critical path**: one micro-batch alone.
 - **Work**: on each group, for every subset {release >= r, tail >= t} of its operations: r + their durations + t, the
   largest of which is the preemptive optimum of one machine with heads and tails. The i-th micro-batch to reach a
   position is later than the first by i times the longest duration or transfer before it.
 - **Link**: the same for each direction of each group's link.
-- **Memory**, where a group's capacity C allows n activations at most. (a) *Fill and drain*: before its first release can
-  start, a group starts at most n forwards, so it idles for the rest of that time; likewise after its last forward it has at
-  most n activations to release. (b) *Area*: an activation lives from the start of its forward until its release ends,
-  at least as long as the way from there to the last stage and back; all lives together fit under C times the makespan,
-  less the two ramps in which activations come and go one at a time.
+- **Memory**, where a group's capacity C allows n activations at most. *Fill*: before its first release can start, a
+  group starts at most n forwards, so it idles for the rest of that time; likewise after its last forward it has at most
+  n activations to release. *Area*: an activation lives from the start of its forward until its release ends, at least
+  as long as the way from there to the last stage and back; all lives together fit under C times the makespan, less the
+  two ramps in which activations come and go one at a time.
 - **One machine, exactly** (`one_machine_bound`): one group with all its operations, memory, and the least time between
   two operations of the same micro-batch, everybody else idle and fast; solved with CP-SAT as far as time allows.
 
@@ -165,7 +165,7 @@ def _stages_of(chain: _Chain, group: int) -> list[int]:
 
 
 def _fill_and_drain(chain: _Chain, group: int) -> int:
-    """Bound (a) of the module's description for a group whose capacity binds; 0 otherwise."""
+    """The bound *fill* of the module's description for a group whose capacity binds; 0 otherwise."""
     problem, count = chain.problem, chain.problem.num_microbatches
     stages, capacity = _stages_of(chain, group), problem.capacity[group]
     if not stages or capacity >= problem.memory_of_group[group] * count:
@@ -191,7 +191,7 @@ def _fill_and_drain(chain: _Chain, group: int) -> int:
 
 
 def _area(chain: _Chain, group: int) -> int:
-    """Bound (b) of the module's description for a group whose capacity binds; 0 otherwise."""
+    """The bound *area* of the module's description for a group whose capacity binds; 0 otherwise."""
     problem, count = chain.problem, chain.problem.num_microbatches
     stages, capacity = _stages_of(chain, group), problem.capacity[group]
     if not stages or capacity >= UNLIMITED:

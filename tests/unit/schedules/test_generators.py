@@ -56,7 +56,7 @@ def test_the_same_input_gives_the_same_schedule() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "gpipe"}, 'schedule = "gpipe": must be one of deep, plain'),
+        ({"name": "gpipe"}, 'schedule = "gpipe": must be one of deep, fitted, plain'),
         ({"num_microbatches": 0}, "microbatches = 0: must be at least 1"),
         ({"in_flight": -1}, "in_flight = -1: must be at least 1"),
         ({"hoist": -1}, "hoist = -1: must be 0"),
