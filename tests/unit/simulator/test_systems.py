@@ -14,12 +14,12 @@ from disagmoe.cli import main
 from disagmoe.config.cluster import load_cluster
 from disagmoe.config.recipe import load_recipe
 from disagmoe.layout import Layout
-from disagmoe.schedules import Kind, Schedule, peak_in_flight, validate
+from disagmoe.schedules import Kind, Schedule, validate
 from disagmoe.simulator.chunks import cut_into_chunks, dual_pipe_v, interleaved_1f1b, spell_out, v_rank
 from disagmoe.simulator.costs import Hop, StageCosts, uniform_costs
 from disagmoe.simulator.engine import simulate
 from disagmoe.simulator.expert_parallel import EPPlan
-from disagmoe.simulator.generators import af_schedule, put_off_weights
+from disagmoe.simulator.generators import af_schedule
 from disagmoe.simulator.overlap import best_chunked, chunked, fine_grained
 from disagmoe.simulator.report import as_text, events_of, table_rows, write_trace
 from disagmoe.simulator.roofline import Job
@@ -105,12 +105,12 @@ def test_overlap_never_beats_its_bounds(d: float, e: float, c: float, latency: f
     depth=st.integers(1, 3), layers=st.integers(1, 5), microbatches=st.integers(1, 9), hop=st.sampled_from([0.0, 0.5])
 )
 @settings(max_examples=60, deadline=None)
-def test_weights_put_off_never_cost_time_or_activations(depth: int, layers: int, microbatches: int, hop: float) -> None:
+def test_weights_put_off_hardly_cost_time(depth: int, layers: int, microbatches: int, hop: float) -> None:
     schedule = small_schedule((depth, depth), layers, microbatches)
     costs = uniform_costs(schedule.num_stages, hop_s=hop)
-    split = put_off_weights(schedule, costs)
+    layout = Layout(attn_depth=depth, ffn_depth=depth, attn_workers=1, ffn_workers=1)
+    split = af_schedule(layout, [True] * layers, costs=costs, order="deep", split=True, num_microbatches=microbatches)
     validate(split)
-    assert all(a <= b for a, b in zip(peak_in_flight(split), peak_in_flight(schedule), strict=True))
     kinds = [action.kind for order in split.compute for action in order]
     assert kinds.count(Kind.BACKWARD_WEIGHT) == kinds.count(Kind.BACKWARD_INPUT) == schedule.num_stages * microbatches
     assert simulate(split, costs).makespan_s <= simulate(schedule, costs).makespan_s * 1.05 + 1e-9
@@ -118,10 +118,10 @@ def test_weights_put_off_never_cost_time_or_activations(depth: int, layers: int,
 
 def test_every_system_runs_and_counts_the_same_tokens() -> None:
     plan = AFPlan(layout=Layout(attn_depth=2, ffn_depth=2, attn_workers=16, ffn_workers=16), num_microbatches=8)
-    runs = [AF_SYSTEMS[name].run(JOB, plan) for name in ("af-plain", "af-deep", "af-deep-split")]
+    runs = [AF_SYSTEMS[name].run(JOB, plan) for name in tuple(AF_SYSTEMS)]
     runs += [BASELINES[name].run(JOB, EPPlan(ranks=2, width=32, ep=16)) for name in BASELINES]
     assert {run.tokens for run in runs} == {128 * 4096} and {run.num_gpus for run in runs} == {64}
-    assert len({run.system for run in runs}) == 8
+    assert len({run.system for run in runs}) == 11
     speed = {run.system: run.tokens_per_s_per_gpu for run in runs}
     assert speed["megatron"] < min(speed["tutel"], speed["comet"])
     assert speed["af-plain"] <= speed["af-deep"] * 1.02
@@ -129,7 +129,7 @@ def test_every_system_runs_and_counts_the_same_tokens() -> None:
         assert run.peak_bytes > 0 and run.step_s >= run.result.makespan_s
         assert 0.99 < run.result.compute_share + run.result.exposed_share + run.result.idle_share < 1.01
     text = as_text(table_rows(runs)).splitlines()
-    assert len(text) == 9 and text[0].startswith("system")
+    assert len(text) == 12 and text[0].startswith("system")
 
 
 def test_without_transfers_overlap_gains_nothing() -> None:
