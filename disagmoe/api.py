@@ -28,6 +28,7 @@ from disagmoe.parallelisms.failures import COLLECTIVE_MARGIN_S, Monitor, StatusB
 from disagmoe.parallelisms.mesh import Meshes, estimate_clock_offsets, make_meshes
 from disagmoe.parallelisms.runtime import LossFunction
 from disagmoe.schedules import make_schedule
+from disagmoe.simulator.profile import Profile
 
 
 def is_moe_layer(model_config: Any) -> tuple[bool, ...]:
@@ -88,6 +89,8 @@ def pipeline_disagmoe(
     comm = comm or CommConfig()
     parts = DecoderParts(model_config, seed=seed, device=device, dtype=dtype)
     options = disagmoe.schedule_options()
+    if disagmoe.costs:
+        options["costs"] = Profile.load(disagmoe.costs).costs()
     if device.type == "cuda":
         options["send_after"] = 1  # the host's wait for row counts must not sit between two launches
     schedule = make_schedule(meshes.layout, parts.is_moe_layer, **options)

@@ -19,6 +19,7 @@ from disagmoe.layout import Layout, Role, Stage, Worker, build_stages, split_eve
 from disagmoe.schedules import Action, Kind, Schedule, make_schedule, peak_microbatches
 from disagmoe.schedules.dependencies import Message, input_of
 from disagmoe.shapes import ModelShape
+from disagmoe.simulator.profile import Profile
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GRID_COLUMNS = 24
@@ -54,7 +55,8 @@ def make_plan(resolved: ResolvedConfig) -> Plan:
     schedule = None
     if config.parallelism.mode == "disagmoe":
         try:
-            schedule = make_schedule(layout, shape.is_moe_layer, **part.schedule_options())
+            costs = Profile.load(part.costs).costs() if part.costs else None
+            schedule = make_schedule(layout, shape.is_moe_layer, costs=costs, **part.schedule_options())
         except ValueError as error:
             raise ConfigError([resolved.problem("disagmoe.schedule", str(error))]) from error
     return Plan(

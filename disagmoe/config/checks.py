@@ -230,6 +230,8 @@ def find_warnings(resolved: ResolvedConfig) -> Iterator[str]:
                 f"disagmoe.in_flight = {part.in_flight} is more than disagmoe.microbatches = {part.microbatches}: "
                 f"there is nothing for it to limit"
             )
+        if part.costs and part.schedule != "fitted" and not part.split_backward:
+            yield f'disagmoe.costs = "{part.costs}": no effect on disagmoe.schedule = "{part.schedule}" unless split'
         stages = build_stages(build_layout(config), model_shape(config).is_moe_layer)
         for role, depth in (("A", part.attn_depth), ("F", part.ffn_depth)):
             held = [sum(s.role.letter == role and s.group == g for s in stages) for g in range(depth)]

@@ -48,9 +48,14 @@ class DisagMoEConfig:
     """N: workers of an F-group; the experts of a layer are spread over them. At most the number of experts."""
     replicas: Count = 1
     """R: independent copies of the whole pipeline, data parallel over them."""
-    schedule: Literal["plain", "deep"] = "deep"
+    schedule: Literal["plain", "deep", "fitted"] = "deep"
     """`plain`: interleaved 1F1B over the p_A + p_F groups; `deep`: rounds of 2 (p_A + p_F) micro-batches, which leave
-    one transfer time of slack at every hop, at the price of more activations."""
+    one transfer time of slack at every hop, at the price of more activations; `fitted`: the best order found for
+    `costs` within `in_flight`."""
+    split_backward: bool = False
+    """Weight gradients are actions of their own, which fill waits; input gradients go ahead."""
+    costs: str = ""
+    """JSON profile of a run, whose measured times `fitted` and `split_backward` plan with; empty: assumed times."""
     microbatches: Count = 8
     """Micro-batches a replica's share of the global batch is cut into."""
     in_flight: CountOrZero = 0
@@ -83,13 +88,14 @@ class DisagMoEConfig:
         )
 
     def schedule_options(self) -> dict[str, Any]:
-        """Keyword arguments of `disagmoe.schedules.make_schedule`."""
+        """Keyword arguments of `disagmoe.schedules.make_schedule`, without `costs`, which is a path here."""
         return {
             "name": self.schedule,
             "num_microbatches": self.microbatches,
             "in_flight": self.in_flight,
             "hoist": self.hoist,
             "send_after": self.send_after,
+            "split_backward": self.split_backward,
         }
 
 

@@ -1,0 +1,1 @@
+"""Measurements that write tables of docs/: `python -m benchmarks.NAME`."""
