@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from disagmoe.layout import Layout
-from disagmoe.schedules import Schedule, make_schedule
+from disagmoe.schedules import Schedule, make_fitted, make_schedule
 from disagmoe.simulator.costs import StageCosts
 
 
@@ -22,14 +22,29 @@ def af_schedule(
     in_flight: int = 0,
     hoist: int = 8,
     send_after: int = 0,
+    memory_bytes: tuple[float, ...] = (),
 ) -> Schedule:
     """`make_schedule` on these costs. What does not depend on costs is made once for many runs.
+
+    `memory_bytes`: by group, what *fitted* may use for activations; it then sets its own micro-batches in flight.
 
     Raises:
         ValueError: a value out of range, or an order that does not exist.
     """
     # No order depends on the number of workers or on where they are.
     one = replace(layout, attn_workers=1, ffn_workers=1, rank_order="paired")
+    if order == "fitted" and memory_bytes:
+        return make_fitted(
+            one,
+            is_moe_layer,
+            costs=costs,
+            num_microbatches=num_microbatches,
+            memory_bytes=memory_bytes,
+            in_flight=in_flight,
+            split_backward=split,
+            hoist=hoist,
+            send_after=send_after,
+        )
     fits_costs = order == "fitted" or split
     return _make(
         one,

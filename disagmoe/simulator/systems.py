@@ -62,6 +62,8 @@ class SystemRun:
     memory_bytes: float
     """Of a GPU."""
 
+    af_plan: AFPlan | None = None
+    """To run AF-Pipe with another order on the same layout."""
     sync_s: float = 0.0
     """To sum gradients after the last backward, on the worker that needs longest."""
 
@@ -104,6 +106,11 @@ def run_af_pipe(
         )
     roofline = AFRoofline(job=job, layout=layout, microbatch_samples=samples)
     costs = costs or roofline.costs()
+    parts: list[list[Replicated]] = [[] for _ in range(layout.num_groups)]
+    for (role, group), held in roofline.held().items():
+        parts[layout.pipeline_group(role, group)] += held
+    state = tuple(map(job.state_bytes, parts))
+    memory = _memory(job, plan.num_gpus)
     schedule = af_schedule(
         layout,
         job.model.is_moe_layer,
@@ -114,10 +121,9 @@ def run_af_pipe(
         in_flight=plan.in_flight,
         hoist=plan.hoist,
         send_after=plan.send_after,
+        # Where the state alone is too much, no order can help.
+        memory_bytes=tuple(memory - size for size in state) if memory > max(state) else (),
     )
-    parts: list[list[Replicated]] = [[] for _ in range(schedule.num_groups)]
-    for (role, group), held in roofline.held().items():
-        parts[layout.pipeline_group(role, group)] += held
     return SystemRun(
         system=f"af-{order}{'-split' if split else ''}",
         plan=str(plan),
@@ -127,8 +133,9 @@ def run_af_pipe(
         schedule=schedule,
         costs=costs,
         result=simulate(schedule, costs, options=options),
-        state_bytes=tuple(map(job.state_bytes, parts)),
-        memory_bytes=_memory(job, plan.num_gpus),
+        state_bytes=state,
+        memory_bytes=memory,
+        af_plan=plan,
         sync_s=max(map(job.sync_s, parts)),
     )
 

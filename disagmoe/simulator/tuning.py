@@ -96,9 +96,25 @@ def estimate_af_samples_per_s(job: Job, plan: AFPlan) -> float:
     return _batch_of(job, plan).global_batch / step
 
 
-def with_best_split(job: Job, plan: AFPlan, name: str) -> SystemRun:
-    """`name` with as little recomputation as fits, on the batch that the plan divides."""
-    return with_least_recompute(_batch_of(job, plan), lambda job: AF_SYSTEMS[name].run(job, plan))
+def run_on_plan(job: Job, plan: AFPlan, name: str) -> SystemRun:
+    """`name` with as little recomputation as fits, on the batch that the plan divides.
+
+    *fitted* fills the memory that it is given, so there less recomputation is not always faster: the fastest counts.
+    """
+    job = _batch_of(job, plan)
+    if not name.startswith("af-fitted"):
+        return with_least_recompute(job, lambda job: AF_SYSTEMS[name].run(job, plan))
+    runs: list[SystemRun] = []
+    failure: ValueError | None = None
+    for recompute in RECOMPUTE:
+        try:
+            runs.append(AF_SYSTEMS[name].run(replace(job, recompute=recompute), plan))
+        except ValueError as error:  # even one micro-batch is too much
+            failure = error
+    if not runs:
+        assert failure is not None
+        raise failure
+    return max(runs, key=lambda run: (run.fits, run.tokens_per_s_per_gpu if run.fits else -run.peak_bytes))
 
 
 def tuned_af(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun:
@@ -108,7 +124,7 @@ def tuned_af(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun
         ValueError: no plan comes out even.
     """
     plans = sorted(candidate_layouts(job, num_gpus), key=lambda plan: -estimate_af_samples_per_s(job, plan))
-    runs = (with_best_split(job, plan, name) for plan in plans)
+    runs = (run_on_plan(job, plan, name) for plan in plans)
     return _best(runs, tries, f"{name}: no layout of {num_gpus} GPUs for a batch of {job.global_batch} samples")
 
 
