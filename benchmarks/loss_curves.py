@@ -99,7 +99,7 @@ def main() -> None:
     page = (
         "# Loss curves, disaggregated and unsplit\n\n"
         f"Made by `python -m benchmarks.loss_curves --steps {arguments.steps}`: the debug configs (2 A-workers, "
-        "2 F-workers, AdamW, fp32) and the same with `mode = \"none\"`, the unsplit torchtitan model in one process.\n\n"
+        '2 F-workers, AdamW, fp32) and the same with `mode = "none"`, the unsplit torchtitan model in one process.\n\n'
         f"{table(curves)}\n\n![Both curves of each model lie on each other](loss_curves.png)\n"
     )
     (arguments.docs / "loss_curves.md").write_text(page)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from disagmoe.schedules.problem import UNLIMITED, Problem
@@ -115,12 +115,14 @@ class _Chain:
 
 
 def _link_jobs(chain: _Chain) -> Iterator[list[Job]]:
-    """By group and direction, its transfers. A receiver's time may begin a latency after the sender's."""
+    """By group, kind of link and direction, its transfers. A receiver's time may begin a latency after the sender's."""
     problem = chain.problem
-    for group in range(problem.num_groups):
+    for group, fabric in product(range(problem.num_groups), (False, True)):
         sends: list[Job] = []
         receives: list[Job] = [(0, 0, 0)]
         for q in range(chain.last):
+            if problem.fabric[q] != fabric:
+                continue
             leave = chain.ready[q] + problem.duration[q]
             rest = problem.duration[q + 1] + chain.after[q + 1]
             if problem.group[q] == group and problem.send[q]:
@@ -311,8 +313,9 @@ class _Model:
 
     def _add_links(self) -> None:
         problem, model = self.problem, self.model
-        sending: dict[int, list[Any]] = {group: [] for group in self.groups}
-        receiving: dict[int, list[Any]] = {group: [] for group in self.groups}
+        links = list(product(self.groups, (False, True)))
+        sending: dict[tuple[int, bool], list[Any]] = {link: [] for link in links}
+        receiving: dict[tuple[int, bool], list[Any]] = {link: [] for link in links}
         for q in range(self.chain.last):
             send, recv = problem.send[q], problem.recv[q]
             if q == problem.num_stages - 1 or not (send or recv):
@@ -324,8 +327,9 @@ class _Model:
                 model.add(leave >= self._of(q, microbatch) + problem.duration[q])
                 model.add(reach >= leave + problem.latency[q] + max(0, send - recv))
                 model.add(self._of(q + 1, microbatch) >= reach + recv)
-                sending[problem.group[q]].append(model.new_fixed_size_interval_var(leave, send, f"send{name}"))
-                receiving[problem.group[q + 1]].append(model.new_fixed_size_interval_var(reach, recv, f"recv{name}"))
+                sender, receiver = ((problem.group[i], problem.fabric[q]) for i in (q, q + 1))
+                sending[sender].append(model.new_fixed_size_interval_var(leave, send, f"send{name}"))
+                receiving[receiver].append(model.new_fixed_size_interval_var(reach, recv, f"recv{name}"))
         for intervals in (*sending.values(), *receiving.values()):
             model.add_no_overlap(intervals)
 
