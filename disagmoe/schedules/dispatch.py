@@ -45,18 +45,22 @@ class Play:
         rule: Rule,
         *,
         fixed: bool = False,
+        spare: Sequence[int] | None = None,
     ) -> None:
         """
         acquires: by group, its acquiring operations in order (see the module's description).
         key: by operation; the smallest is taken first among releases and chain operations, and among weights.
         fixed: `acquires` holds *all* operations of each group, in the order of a schedule that completes within the
             caps; they are only timed.
+        spare: by group, memory that `acquires` completes without. Acquisitions may be made out of turn in it, as long
+            as those before them have not been made. Not for a mirrored problem.
         """
         self.problem = problem
         self.acquires = acquires
         self.key = key
         self.rule = rule
         self.fixed = fixed
+        self.spare = None if spare is None else list(spare)
         num_groups, count = problem.num_groups, problem.num_microbatches
         self.half = problem.num_stages * count
         self.chain = 2 * self.half
@@ -72,8 +76,16 @@ class Play:
         self.ready: list[list[tuple[float, int]]] = [[] for _ in range(num_groups)]
         self.weights: list[list[tuple[float, int]]] = [[] for _ in range(num_groups)]
         self.free_at = [0] * num_groups
-        self.send_free = [0] * num_groups
-        self.recv_free = [0] * num_groups
+        # By group, then by group for links of the other kind.
+        self.send_free = [0] * (2 * num_groups)
+        self.recv_free = [0] * (2 * num_groups)
+        self.link = [num_groups if fabric else 0 for fabric in problem.fabric]
+        self.taken: set[int] = set()
+        """Acquisitions out of turn that count against `spare`."""
+        self.early: list[list[tuple[int, int]]] = [[] for _ in range(num_groups)]
+        self.rank: dict[int, int] = {}
+        if spare is not None:
+            self.rank = {operation: rank for order in acquires for rank, operation in enumerate(order)}
         self.forced = [-1] * num_groups
         """By group: the operation of the last stage that must be next."""
         self.events: list[tuple[int, int, int]] = []
@@ -101,7 +113,7 @@ class Play:
                 _, what, number = pop(events)
                 if what == 0:  # Operation `number` begins to send: reserve the receiver's time.
                     position = number // count
-                    group = group_of[position + 1]
+                    group = group_of[position + 1] + self.link[position]
                     mine, sent = recv[position], send[position]
                     begin = now + latency[position] + (sent - mine if sent > mine else 0)
                     if begin < recv_free[group]:
@@ -123,6 +135,9 @@ class Play:
 
     def _arrive(self, operation: int) -> None:
         self.arrived[operation] = 1
+        if self.spare is not None and operation < self.half:
+            group = self.problem.group[operation // self.problem.num_microbatches]
+            heapq.heappush(self.early[group], (self.rank[operation], operation))
         if operation >= self.half or (self.weights_first and self.start[self.chain + operation] >= 0):
             group = self.problem.group[operation // self.problem.num_microbatches]
             heapq.heappush(self.ready[group], (self.key[operation], operation))
@@ -159,7 +174,7 @@ class Play:
         if place < len(order):
             acquire = order[place]
             if not self._is_input_here(acquire):
-                acquire = -1
+                acquire = self._out_of_turn(group) if self.spare is not None else -1
             elif not self._fits(acquire, group):
                 acquire, waits_for_room = -1, True
         if rule.by_key:
@@ -188,8 +203,31 @@ class Play:
             self.next[group] += 1
             self._start(order[place], group, now)
 
+    def _out_of_turn(self, group: int) -> int:
+        """The first acquisition that is ready and fits into what is spare; -1: none."""
+        early, start, problem = self.early[group], self.start, self.problem
+        assert self.spare is not None
+        while early and start[early[0][1]] >= 0:
+            heapq.heappop(early)
+        if not early:
+            return -1
+        operation = early[0][1]
+        stage = operation // problem.num_microbatches
+        if stage == 0 and problem.in_flight < problem.num_microbatches:
+            return -1
+        return operation if problem.memory[stage] <= min(self.spare[group], self.room[group]) else -1
+
     def _acquire(self, operation: int, group: int, now: int) -> None:
-        self.next[group] += 1
+        order, memory = self.acquires[group], self.problem.memory
+        if operation == order[self.next[group]]:
+            self.next[group] += 1
+            while self.spare is not None and self.next[group] < len(order) and self.start[order[self.next[group]]] >= 0:
+                self._in_turn(order[self.next[group]], group)
+                self.next[group] += 1
+        else:
+            assert self.spare is not None
+            self.taken.add(operation)
+            self.spare[group] -= memory[operation // self.problem.num_microbatches]
         self.open[group] += 1
         stage = operation // self.problem.num_microbatches
         if self.weights_first:
@@ -197,6 +235,12 @@ class Play:
         self.room[group] -= self.problem.memory[stage]
         self.admitted += stage == 0
         self._start(operation, group, now)
+
+    def _in_turn(self, operation: int, group: int) -> None:
+        """What was acquired out of turn is released, or its turn has come: it no longer counts as such."""
+        if operation in self.taken and self.spare is not None:
+            self.taken.remove(operation)
+            self.spare[group] += self.problem.memory[operation // self.problem.num_microbatches]
 
     def _start(self, operation: int, group: int, now: int) -> None:
         """Occupy `group`, send what the operation makes, release what it holds."""
@@ -207,7 +251,7 @@ class Play:
             stage = (operation - self.chain) // count
             end = now + problem.weight[stage]
             if self.weights_last:
-                self._release(stage, group)
+                self._release(stage, group, operation % count)
             elif stage == problem.num_stages - 1:
                 self.forced[group] = operation - self.chain
             elif self.arrived[operation - self.chain]:
@@ -224,18 +268,21 @@ class Play:
                     else:
                         heapq.heappush(self.weights[group], (self.key[weight], weight))
                 else:
-                    self._release(stage, group)
+                    self._release(stage, group, operation % count)
             if position == problem.num_stages - 1:
                 self.arrived[operation + count] = 1
                 self.forced[group] = operation + count
             elif position < 2 * problem.num_stages - 1:
-                begin = end if end > self.send_free[group] else self.send_free[group]
-                self.send_free[group] = begin + problem.send[position]
+                link = group + self.link[position]
+                begin = end if end > self.send_free[link] else self.send_free[link]
+                self.send_free[link] = begin + problem.send[position]
                 heapq.heappush(self.events, (begin, 0, operation))
         self.free_at[group] = end
         heapq.heappush(self.events, (end, 2, group))
 
-    def _release(self, stage: int, group: int) -> None:
+    def _release(self, stage: int, group: int, microbatch: int) -> None:
+        if self.taken:
+            self._in_turn(stage * self.problem.num_microbatches + microbatch, group)
         self.room[group] += self.problem.memory[stage]
         self.open[group] -= 1
         self.admitted -= stage == 0

@@ -40,6 +40,8 @@ class Problem:
     """Of the transfer out of each position: time on the sender's link; 0 for S-1 (stays) and 2 S - 1 (ends)."""
     recv: tuple[int, ...]
     """Time on the receiver's link."""
+    fabric: tuple[bool, ...]
+    """Whether it goes over the node's fabric instead of the NIC: links of their own."""
     latency: tuple[int, ...]
     weight: tuple[int, ...]
     """Duration of the weight operation by stage; empty where backward is whole."""
@@ -91,6 +93,7 @@ class Problem:
             duration=self.duration[::-1],
             send=(*(self.recv[q] for q in out), 0),
             recv=(*(self.send[q] for q in out), 0),
+            fabric=(*(self.fabric[q] for q in out), False),
             latency=(*(self.latency[q] for q in out), 0),
             weight=self.weight,
             memory=self.memory,
@@ -171,6 +174,7 @@ def build_problem(
         duration=tuple(map(count, seconds)),
         send=tuple(count(_link(hop)[0]) for hop in hops),
         recv=tuple(count(_link(hop)[1]) for hop in hops),
+        fabric=tuple(_is_fabric(hop) for hop in hops),
         latency=tuple(count(hop.latency_s) if hop else 0 for hop in hops),
         weight=tuple(map(count, weights)),
         memory=memory,
@@ -180,12 +184,15 @@ def build_problem(
     )
 
 
+def _is_fabric(hop: HopTimes | None) -> bool:
+    return hop is not None and max(hop.fabric_send_s, hop.fabric_recv_s) > max(hop.send_s, hop.recv_s)
+
+
 def _link(hop: HopTimes | None) -> tuple[float, float]:
     """(Time on the sender's link, time on the receiver's) of the slower kind of links."""
     if hop is None:
         return 0.0, 0.0
-    nic, fabric = (hop.send_s, hop.recv_s), (hop.fabric_send_s, hop.fabric_recv_s)
-    return nic if max(nic) >= max(fabric) else fabric
+    return (hop.fabric_send_s, hop.fabric_recv_s) if _is_fabric(hop) else (hop.send_s, hop.recv_s)
 
 
 def _capacities(

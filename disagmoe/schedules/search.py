@@ -36,6 +36,28 @@ MANY = 300
 """Plays left from which on half of them go to `Annealing`; below, it would hardly start."""
 SEED = 0
 
+RELEASES_FIRST = Rule(lead=None)
+SLANTS = (
+    (0.3, 4, 0.5, 1.6),
+    (0.3, 20, 0.5, 2.0),
+    (0.2, 12, 0.3, 1.6),
+    (0.2, 4, 0.8, 1.4),
+    (0.2, 4, 0.8, 2.0),
+    (0.2, 32, 0.3, 1.2),
+    (0.2, 8, 0.3, 1.2),
+    (0.35, 4, 0.5, 1.4),
+    (0.3, 12, 0.5, 1.6),
+    (0.2, 4, 0.65, 1.2),
+    (0.3, 8, 0.65, 1.4),
+    (0.2, 16, 0.5, 1.4),
+    (0.7, 8, 0.8, 1.4),
+    (0.1, 4, 0.65, 1.6),
+    (0.3, 12, 0.8, 2.6),
+    (0.5, 4, 0.8, 1.0),
+)
+"""Time between entries of the first micro-batches in shares of a micro-batch's work on the busiest group, how many
+these are, time between the others, and how much longer than alone a micro-batch is taken to be on its way."""
+
 Orders = list[list[int]]
 
 
@@ -46,7 +68,7 @@ def search(problem: Problem, given: Sequence[Play], *, effort: int) -> Play:
     effort: about how many operations may be scheduled, over all plays; first plays are always made.
     """
     plays = max(0, effort // max(1, problem.num_operations))
-    first = [*given, *itertools.islice(first_plays(problem), max(8, plays // 2))]
+    first = [*given, *itertools.islice(_in_turn(first_plays(problem), slanted_plays(problem)), max(10, plays // 2))]
     best = min(first, key=lambda play: play.makespan)
     floor = shortest_possible(problem)
     left = max(4, plays - len(first))
@@ -70,9 +92,7 @@ def search(problem: Problem, given: Sequence[Play], *, effort: int) -> Play:
 def shortest_possible(problem: Problem) -> int:
     """No schedule is shorter: by group, the earliest start, all the work, and what must follow the last of it."""
     positions = 2 * problem.num_stages
-    ready, after = [0] * positions, [0] * positions
-    for q in range(1, positions):
-        ready[q] = ready[q - 1] + problem.duration[q - 1] + problem.arrival(q - 1)
+    ready, after = earliest_starts(problem), [0] * positions
     for q in range(positions - 1, -1, -1):
         weight = problem.weight[positions - 1 - q] if problem.weight and q >= problem.num_stages else 0
         following = problem.arrival(q) + problem.duration[q + 1] + after[q + 1] if q + 1 < positions else 0
@@ -85,6 +105,14 @@ def shortest_possible(problem: Problem) -> int:
         end = 0 if problem.weight else min(after[q] for q in mine)
         shortest = max(shortest, min(ready[q] for q in mine) + work * problem.num_microbatches + end)
     return shortest
+
+
+def earliest_starts(problem: Problem) -> list[int]:
+    """By position, when a micro-batch alone reaches it."""
+    ready = [0]
+    for q in range(2 * problem.num_stages - 1):
+        ready.append(ready[q] + problem.duration[q] + problem.arrival(q))
+    return ready
 
 
 def first_plays(problem: Problem) -> Iterator[Play]:
@@ -100,6 +128,8 @@ def first_plays(problem: Problem) -> Iterator[Play]:
     lengths = [most, ring, 2 * ring, 3 * most // 4, most // 2, 3 * ring // 2, most // 3]
     whole = [Funnel(length, 0, length) for length in dict.fromkeys(min(n, most) for n in lengths if n >= 1)]
     for shape in (*whole[:3], *funnels(problem, most), *whole[3:]):
+        length = min(shape.wide, most)
+        spare = [c - length * m for c, m in zip(problem.capacity, problem.memory_of_group, strict=True)]
         rounds = split_evenly(problem.num_microbatches, -(-problem.num_microbatches // shape.wide))
         acquires = funnel_orders(problem, rounds, shape)
         by_round = round_keys(problem, rounds)
@@ -107,8 +137,10 @@ def first_plays(problem: Problem) -> Iterator[Play]:
             float(operation % problem.num_microbatches * 4 * problem.num_stages - operation // problem.num_microbatches)
             for operation in range(problem.num_operations)
         ]
-        for key, rule in itertools.product((by_microbatch, by_round), _rules(problem, shape.wide)):
-            play = Play(problem, acquires, key, rule).run()
+        # Out of turn: what a round leaves of the memory fills waits with what comes later.
+        loans = (None, spare) if shape.turns == 0 and max(spare) > 0 else (None,)
+        for loan, key, rule in itertools.product(loans, (by_microbatch, by_round), _rules(problem, shape.wide)):
+            play = Play(problem, acquires, key, rule, spare=loan).run()
             if not play.is_complete:
                 break
             yield play
@@ -121,6 +153,39 @@ def _rules(problem: Problem, length: int) -> list[Rule]:
     if problem.weight:
         rules = [rule for r in rules for rule in (r, Rule(lead=r.lead, eager_weights=True))]
     return rules
+
+
+def _in_turn(*sources: Iterator[Play]) -> Iterator[Play]:
+    """One of each, until all are exhausted."""
+    for plays in itertools.zip_longest(*sources):
+        yield from (play for play in plays if play is not None)
+
+
+def slanted_plays(problem: Problem) -> Iterator[Play]:
+    """Plays without rounds: micro-batches enter one by one, first densely, then as fast as groups can keep up.
+
+    Best for heavy heads, through which a round would have to queue. Not all complete within the caps.
+    """
+    stages, count = problem.num_stages, problem.num_microbatches
+    ready = earliest_starts(problem)
+    work = [0] * problem.num_groups
+    for operation in range(0, problem.num_operations, count):
+        work[problem.group_of(operation)] += problem.duration_of(operation)
+    period = max(work)
+    for first, dense, then, stretch in sorted(SLANTS, key=lambda slant: slant[1] > count):
+        entry = [period * (first * min(i, dense) + then * max(0, i - dense)) for i in range(count)]
+        key = []
+        for operation in range(problem.num_operations):
+            position, microbatch = divmod(operation, count)
+            # A weight operation comes right behind its input half.
+            chain = position if position < 2 * stages else 4 * stages - 1 - position
+            key.append(entry[microbatch] + stretch * ready[chain] + (position >= 2 * stages))
+        acquires: Orders = [[] for _ in range(problem.num_groups)]
+        for operation in sorted(range(stages * count), key=key.__getitem__):
+            acquires[problem.group_of(operation)].append(operation)
+        play = Play(problem, acquires, key, RELEASES_FIRST).run()
+        if play.is_complete:
+            yield play
 
 
 class Funnel(NamedTuple):

@@ -9,6 +9,8 @@ the least time from its end to the end of all that depends on it.
 - **Work**: on each group, for every subset {release >= r, tail >= t} of its operations: r + their durations + t, the
   largest of which is the preemptive optimum of one machine with heads and tails. The i-th micro-batch to reach a
   position is later than the first by i times the longest duration or transfer before it.
+- **Feed**: before the first micro-batch can be at a stage, its group can only have done what earlier stages of its own
+  were fed with by the group before it. The rest of that time it idles; with whole backwards likewise at the end.
 - **Link**: the same for each direction of each group's link.
 - **Memory**, where a group's capacity C allows n activations at most. *Fill*: before its first release can start, a
   group starts at most n forwards, so it idles for the rest of that time; likewise after its last forward it has at most
@@ -41,6 +43,7 @@ class Bounds:
 
     critical_path_s: float
     work_s: float
+    feed_s: float
     link_s: float
     fill_s: float
     area_s: float
@@ -63,6 +66,7 @@ def lower_bounds(problem: Problem) -> Bounds:
     return Bounds(
         critical_path_s=problem.tick_s * chain.critical_path,
         work_s=problem.tick_s * max(_preemptive(list(chain.jobs(group))) for group in held),
+        feed_s=problem.tick_s * max(_feed(chain, group) for group in held),
         link_s=problem.tick_s * max(_preemptive(jobs) for jobs in _link_jobs(chain)),
         fill_s=problem.tick_s * max(_fill_and_drain(chain, group) for group in held),
         area_s=problem.tick_s * max(_area(chain, group) for group in held),
@@ -112,6 +116,38 @@ class _Chain:
     def _chain_after(self, position: int) -> int:
         problem = self.problem
         return sum(problem.arrival(q) + problem.duration[q + 1] for q in range(position, self.last))
+
+
+def _feed(chain: _Chain, group: int) -> int:
+    """The bound *feed* of the module's description."""
+    problem, count = chain.problem, chain.problem.num_microbatches
+    mirror = _Chain(problem.mirror())
+    mine = chain.positions_of(group)
+    work = count * sum(problem.duration[q] + chain.weight(q) for q in mine)
+    longest = 0
+    for stage in (q for q in mine if q < problem.num_stages):
+        idle = _unfed(chain, group, stage)
+        # Weight operations can fill the end; the two idle times are apart, as the way between them is not yet over.
+        idle += 0 if problem.weight else _unfed(mirror, group, stage)
+        longest = max(longest, work + idle)
+    return longest
+
+
+def _unfed(chain: _Chain, group: int, position: int) -> int:
+    """Time before `ready[position]` in which `group` has nothing to do, at least."""
+    problem, count = chain.problem, chain.problem.num_microbatches
+    before = [q for q in chain.positions_of(group) if q < position]
+    until, done = chain.ready[position], 0
+    for feeder in {problem.group[q - 1] for q in before if q}:
+        fed = [q for q in before if q and problem.group[q - 1] == feeder]
+        shortest = min(problem.duration[q - 1] for q in fed)
+        time = until - min(chain.ready[q - 1] + problem.arrival(q - 1) for q in fed)
+        visits = len(fed) * count
+        if shortest:
+            visits = min(visits, max(0, time) // shortest)
+        done += visits * max(problem.duration[q] for q in fed)
+    done += count * problem.duration[0] if 0 in before else 0
+    return max(0, until - done)
 
 
 def _link_jobs(chain: _Chain) -> Iterator[list[Job]]:
