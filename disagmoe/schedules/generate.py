@@ -228,7 +228,9 @@ def _peak(problem: Problem, order: Sequence[Action]) -> int:
 
 def _simple_plays(frame: _Frame, problem: Problem) -> Iterator[Play]:
     """Plays of *plain* and *deep* that fit into the caps, as they like it and with their own cap on micro-batches."""
-    most = min(c // m for c, m in zip(problem.capacity, problem.memory_of_group, strict=True) if m)
+    held = zip(problem.capacity, problem.memory_of_group, strict=True)
+    # Costs need not say what activations take; then memory sets no limit.
+    most = min((c // m for c, m in held if m), default=problem.in_flight)
     seen: set[Compute] = set()
     whole = replace(problem, weight=())
     for name in ROUND_FACTOR:
