@@ -77,6 +77,13 @@ class StageCosts:
     def num_stages(self) -> int:
         return len(self.forward_s)
 
+    @property
+    def has_inner(self) -> bool:
+        """Whether there is communication inside stages."""
+        return any(
+            (self.inner_comm_forward_s, self.inner_comm_backward_s, self.inner_nic_forward_s, self.inner_nic_backward_s)
+        )
+
     def seconds(self, kind: Kind) -> tuple[float, ...]:
         """Durations of a compute kind, by stage."""
         return {

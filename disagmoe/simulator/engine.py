@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from disagmoe.schedules import Action, Kind, Schedule
-from disagmoe.schedules.dependencies import Message, group_name, input_of, message_of
+from disagmoe.schedules.dependencies import Message, group_name
 from disagmoe.simulator.costs import StageCosts, Workers
 from disagmoe.simulator.network import Event, Fair, InOrder, Network, Route, make_route
 from disagmoe.simulator.result import ComputeSpan, Result
@@ -120,36 +120,38 @@ class _Engine:
         self.spans: list[list[ComputeSpan]] = [[] for _ in range(num_units)]
 
     def _compile(self, program: tuple[Action, ...]) -> list[tuple[int, int, float, int, Action]]:
-        """(operation, message or -1, seconds, message that it makes or -1, action)."""
-        stages = self.schedule.num_stages
-        seconds = {kind: self.costs.seconds(kind) for kind in Kind if kind.is_compute}
+        """(operation, message or -1, seconds, message that it makes or -1, action).
+
+        Spelt out, in the sense of `dependencies`: this is a large part of a simulation's time.
+        """
+        last, count = self.schedule.num_stages - 1, self.schedule.num_microbatches
+        backward = (last + 1) * count
+        costs = self.costs
+        forward_s, backward_s = costs.forward_s, costs.backward_s
+        input_s, weight_s = costs.backward_input_s, costs.backward_weight_s
         compiled = []
         for action in program:
-            kind, stage, _ = action
-            if kind in seconds:
-                needed = input_of(action, stages)
-                index = -1 if needed is None else self._number(needed)
-                compiled.append((_COMPUTE, index, seconds[kind][stage], self._made(action), action))
+            kind, stage, microbatch = action
+            into = stage * count + microbatch
+            if kind is Kind.FORWARD:
+                made = into + count if stage < last else -1
+                compiled.append((_COMPUTE, into if stage else -1, forward_s[stage], made, action))
+            elif kind is Kind.BACKWARD_WEIGHT:
+                compiled.append((_COMPUTE, -1, weight_s[stage], -1, action))
+            elif kind is Kind.FULL_BACKWARD or kind is Kind.BACKWARD_INPUT:
+                seconds = (backward_s if kind is Kind.FULL_BACKWARD else input_s)[stage]
+                needed = backward + into if stage < last else -1
+                compiled.append((_COMPUTE, needed, seconds, backward + into - count if stage else -1, action))
+            elif kind is Kind.SEND_F:
+                compiled.append((_SEND, into + count, 0.0, -1, action))
+            elif kind is Kind.SEND_B:
+                compiled.append((_SEND, backward + into - count, 0.0, -1, action))
             else:
-                op = _SEND if kind in (Kind.SEND_F, Kind.SEND_B) else _POST
-                compiled.append((op, self._number(message_of(action)), 0.0, -1, action))
+                compiled.append((_POST, into if kind is Kind.RECV_F else backward + into, 0.0, -1, action))
         return compiled
 
-    def _made(self, action: Action) -> int:
-        """Number of the message that a compute action makes; -1: none leaves the stage."""
-        kind, stage, microbatch = action
-        if kind is Kind.FORWARD:
-            return self._number(Message(False, stage + 1, microbatch)) if stage + 1 < self.schedule.num_stages else -1
-        if kind is Kind.BACKWARD_WEIGHT or stage == 0:
-            return -1
-        return self._number(Message(True, stage - 1, microbatch))
-
-    def _number(self, message: Message) -> int:
-        row = message.stage + (self.schedule.num_stages if message.backward else 0)
-        return row * self.schedule.num_microbatches + message.microbatch
-
     def message(self, number: int) -> Message:
-        """The inverse of `_number`."""
+        """The message with this number."""
         row, microbatch = divmod(number, self.schedule.num_microbatches)
         backward, stage = divmod(row, self.schedule.num_stages)
         return Message(bool(backward), stage, microbatch)

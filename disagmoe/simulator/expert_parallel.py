@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from disagmoe.layout import split_evenly
+from disagmoe.shapes import MoEShape
 from disagmoe.simulator.chunks import ChunkStage, cut_into_chunks
 from disagmoe.simulator.costs import NO_HOP, Hop, StageCosts
 from disagmoe.simulator.overlap import Overlapped, best_chunked, fine_grained
@@ -68,7 +69,7 @@ class EPRoofline:
         return cut_into_chunks(self.job.model.is_moe_layer, len(self.rank_of_chunk))
 
     def costs(self) -> StageCosts:
-        """By stage; the cost of a layer is computed once."""
+        """By stage."""
         seconds = [self._seconds(stage) for stage in self.stages]
         forward, backward = [NO_HOP], []
         inner: list[tuple[Overlapped, Overlapped, Seconds]] = []
@@ -133,14 +134,23 @@ class EPRoofline:
         row = self.job.model.row_bytes(BYTES[self.job.dtype])
         return make_wire(self.job.cluster, ranks, row_bytes=row, all_to_all=factor)
 
+    @cached_property
+    def _known_hops(self) -> dict[tuple[int, MoEShape], dict[Message, Hop]]:
+        return {}
+
     def _layer_hops(self, stage: ChunkStage) -> dict[Message, Hop]:
         """The transfers of a layer within its expert-parallel group; empty for other stages than F."""
         if stage.kind != "F" or stage.layer is None:
             return {}
-        first = self._first_rank(stage.chunk)
+        key = (self._first_rank(stage.chunk), self.job.model.layers[stage.layer].moe)
+        known = self._known_hops.get(key)
+        if known is None:
+            known = self._known_hops[key] = self._make_hops(*key)
+        return known
+
+    def _make_hops(self, first: int, moe: MoEShape) -> dict[Message, Hop]:
         ranks = range(first, first + self.plan.ep)
         places = [Place(rank, self.job.cluster.place(rank)[1]) for rank in ranks]
-        moe = self.job.model.layers[stage.layer].moe
         sent, received = expected_loads(
             places,
             places,

@@ -123,7 +123,7 @@ class Result:
         group = self.group_of_unit[unit]
         share = self.workers.share_of(group)[unit - self.group_of_unit.index(group)]
         inner = nic = 0.0
-        for span in spans:
+        for span in spans if self.costs.has_inner else ():
             exposed, used = self.costs.inner(span.action.kind)
             inner += exposed[span.action.stage] * share if exposed else 0.0
             nic += used[span.action.stage] * share if used else 0.0

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from disagmoe.cluster import Cluster, Pool
 from disagmoe.layout import Layout, Role, Stage, Worker, build_stages, split_evenly
-from disagmoe.shapes import DenseFFNShape, LayerShape, ModelShape
+from disagmoe.shapes import DenseFFNShape, LayerShape, ModelShape, MoEShape
 from disagmoe.simulator.costs import NO_HOP, Hop, StageCosts
 from disagmoe.simulator.replicated import Replicated, state_bytes, sync_s
 from disagmoe.simulator.routing import Message, Place, Rows, expected_loads, hit_probability, hops_of, make_wire
@@ -147,7 +147,7 @@ class AFRoofline:
         return build_stages(self.layout, self.job.model.is_moe_layer)
 
     @cached_property
-    def _known_hops(self) -> dict[tuple[int, int, int], dict[Message, Hop]]:
+    def _known_hops(self) -> dict[tuple[int, int, MoEShape], dict[Message, Hop]]:
         return {}
 
     @property
@@ -205,15 +205,14 @@ class AFRoofline:
     def _hops(self, attention: Stage, stage: Stage) -> dict[Message, Hop]:
         """All transfers between an A-stage's group and an F-stage's, of the F-stage's layer."""
         assert stage.moe_layer is not None
-        key = (attention.group, stage.group, stage.moe_layer)
+        key = (attention.group, stage.group, self.job.model.layers[stage.moe_layer].moe)
         known = self._known_hops.get(key)
         if known is None:
             known = self._known_hops[key] = self._make_hops(*key)
         return known
 
-    def _make_hops(self, attn_group: int, ffn_group: int, layer: int) -> dict[Message, Hop]:
+    def _make_hops(self, attn_group: int, ffn_group: int, moe: MoEShape) -> dict[Message, Hop]:
         owners, holders = self._places(Role.ATTN, attn_group), self._places(Role.FFN, ffn_group)
-        moe = self.job.model.layers[layer].moe
         sent, received = expected_loads(
             owners,
             holders,

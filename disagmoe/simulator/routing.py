@@ -82,9 +82,8 @@ def expected_loads(
     by_node: dict[int, list[int]] = {}
     for j, holder in enumerate(holders):
         by_node.setdefault(holder.node, []).append(j)
-    sent = [
-        _sent(owner, holders, to_worker, copies, _node_hits(by_node, experts, moe, rows), tokens) for owner in owners
-    ]
+    node_hits = _node_hits(by_node, experts, moe, rows)
+    sent = [_sent(owner, holders, to_worker, copies, node_hits, tokens) for owner in owners]
     received = []
     for holder, row, copy in zip(holders, to_worker, copies, strict=True):
         beside = sum(tokens for owner in owners if owner.node == holder.node and owner.rank != holder.rank)
