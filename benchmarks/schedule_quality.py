@@ -19,9 +19,10 @@ from pathlib import Path
 from benchmarks.instances import Instance, all_instances, random_instance, uniform
 from disagmoe.schedules import Schedule, make_fitted, make_schedule, validate
 from disagmoe.schedules.problem import Problem, build_problem, order_fits
-from disagmoe.simulator.bounds import Solved, lower_bounds, optimum
+from disagmoe.simulator.bounds import lower_bounds
 from disagmoe.simulator.costs import Hop, StageCosts
 from disagmoe.simulator.engine import Options, simulate
+from disagmoe.simulator.exact import Solved, optimum
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("small", "uniform", "uneven", "cell")

@@ -25,9 +25,11 @@ from disagmoe.schedules.validate import validate
 
 NAMES = ("deep", "fitted", "plain")
 Compute = tuple[tuple[Action, ...], ...]
-EFFORT = 600_000
-"""Operations that *fitted* schedules, over all its plays: a second or two. A play of everything is made 12 times at
-least, whatever that takes."""
+EFFORT = 1_500_000
+"""Operations that *fitted* schedules, over all its plays: a few seconds."""
+EFFORT_LARGE = 600_000
+"""The same for problems of more than `LARGE` operations. A few plays are made whatever that takes."""
+LARGE = 10_000
 EFFORT_ASSUMED = 100_000
 """The same where costs are only assumed."""
 LONGEST_HOIST = 64
@@ -106,8 +108,8 @@ def make_fitted(
     Raises ValueError for a value out of range, and for caps that one micro-batch alone breaks.
     """
     frame = _Frame(layout, is_moe_layer, num_microbatches, in_flight)
-    effort = effort or (EFFORT_ASSUMED if costs is None else EFFORT)
-    costs = costs or frame.assumed_costs()
+    if costs is None:
+        costs, effort = frame.assumed_costs(), effort or EFFORT_ASSUMED
     has_bytes = any(memory_bytes) if isinstance(memory_bytes, Sequence) else bool(memory_bytes)
     if has_bytes and not any(costs.activation_bytes):
         raise ValueError("memory_bytes is given but costs.activation_bytes is empty: give both, or cap")
@@ -124,6 +126,7 @@ def make_fitted(
         in_flight=in_flight,
     )
     simple = list(_simple_plays(frame, problem))
+    effort = effort or (EFFORT_LARGE if problem.num_operations > LARGE else EFFORT)
     best = search(problem, simple, effort=effort)
     schedule = _hoisted(frame, problem, best, costs, hoist=hoist, send_after=send_after)
     end = makespan(schedule, costs)

@@ -36,27 +36,36 @@ MANY = 300
 """Plays left from which on half of them go to `Annealing`; below, it would hardly start."""
 SEED = 0
 
-RELEASES_FIRST = Rule(lead=None)
 SLANTS = (
-    (0.3, 4, 0.5, 1.6),
-    (0.3, 20, 0.5, 2.0),
-    (0.2, 12, 0.3, 1.6),
-    (0.2, 4, 0.8, 1.4),
-    (0.2, 4, 0.8, 2.0),
-    (0.2, 32, 0.3, 1.2),
-    (0.2, 8, 0.3, 1.2),
-    (0.35, 4, 0.5, 1.4),
-    (0.3, 12, 0.5, 1.6),
-    (0.2, 4, 0.65, 1.2),
-    (0.3, 8, 0.65, 1.4),
-    (0.2, 16, 0.5, 1.4),
-    (0.7, 8, 0.8, 1.4),
-    (0.1, 4, 0.65, 1.6),
-    (0.3, 12, 0.8, 2.6),
-    (0.5, 4, 0.8, 1.0),
+    # (first, dense, then, stretch, window)
+    (0.3, 4, 0.5, 1.6, 0.0),
+    (0.3, 20, 0.5, 2.0, 0.0),
+    (0.3, 6, 0.8, 1.3, 1.0),
+    (0.5, 4, 0.8, 1.3, 0.67),
+    (0.2, 12, 0.3, 1.6, 0.0),
+    (0.3, 7, 0.5, 1.3, 1.25),
+    (0.5, 12, 0.5, 1.6, 0.95),
+    (0.3, 4, 0.5, 1.0, 0.67),
+    (0.2, 4, 0.8, 1.4, 0.0),
+    (0.3, 4, 0.8, 1.6, 1.0),
+    (0.2, 4, 0.8, 2.0, 0.0),
+    (0.5, 6, 0.8, 1.6, 0.67),
+    (0.2, 32, 0.3, 1.2, 0.0),
+    (0.3, 7, 0.5, 1.6, 1.25),
+    (0.2, 8, 0.3, 1.2, 0.0),
+    (0.35, 4, 0.5, 1.4, 0.0),
+    (0.1, 6, 0.8, 1.0, 1.0),
+    (0.3, 12, 0.5, 1.6, 0.0),
+    (0.2, 4, 0.65, 1.2, 0.0),
+    (0.5, 9, 0.5, 1.3, 0.72),
+    (0.2, 16, 0.5, 1.4, 0.0),
+    (0.7, 8, 0.8, 1.4, 0.0),
+    (0.1, 4, 0.65, 1.6, 0.0),
+    (0.3, 12, 0.8, 2.6, 0.0),
 )
 """Time between entries of the first micro-batches in shares of a micro-batch's work on the busiest group, how many
-these are, time between the others, and how much longer than alone a micro-batch is taken to be on its way."""
+these are, time between the others, and how much longer than alone a micro-batch is taken to be on its way. Window: a
+micro-batch enters when that share of those that fit entirely are before it on their way forwards; 0: at its time."""
 
 Orders = list[list[int]]
 
@@ -121,15 +130,12 @@ def first_plays(problem: Problem) -> Iterator[Play]:
     A round of R micro-batches, layer by layer, needs the memory of R micro-batches at most, so it fits if they do.
     """
     ring = problem.num_groups
-    most = min(problem.num_microbatches, problem.in_flight)
-    for capacity, one in zip(problem.capacity, problem.memory_of_group, strict=True):
-        most = min(most, capacity // one) if one else most
-    assert most >= 1, "caps that do not hold one micro-batch are refused earlier"
+    most = most_whole(problem)
     lengths = [most, ring, 2 * ring, 3 * most // 4, most // 2, 3 * ring // 2, most // 3]
     whole = [Funnel(length, 0, length) for length in dict.fromkeys(min(n, most) for n in lengths if n >= 1)]
     for shape in (*whole[:3], *funnels(problem, most), *whole[3:]):
         length = min(shape.wide, most)
-        spare = [c - length * m for c, m in zip(problem.capacity, problem.memory_of_group, strict=True)]
+        spare = _spare(problem, length)
         rounds = split_evenly(problem.num_microbatches, -(-problem.num_microbatches // shape.wide))
         acquires = funnel_orders(problem, rounds, shape)
         by_round = round_keys(problem, rounds)
@@ -171,9 +177,14 @@ def slanted_plays(problem: Problem) -> Iterator[Play]:
     work = [0] * problem.num_groups
     for operation in range(0, problem.num_operations, count):
         work[problem.group_of(operation)] += problem.duration_of(operation)
-    period = max(work)
-    for first, dense, then, stretch in sorted(SLANTS, key=lambda slant: slant[1] > count):
-        entry = [period * (first * min(i, dense) + then * max(0, i - dense)) for i in range(count)]
+    period, most = max(work), most_whole(problem)
+    for first, dense, then, stretch, share in SLANTS:
+        window = max(1, round(share * most)) if share else count
+        entry = [0.0] * count
+        for i in range(1, count):
+            entry[i] = entry[i - 1] + period * (first if i < dense else then)
+            if i >= window:
+                entry[i] = max(entry[i], entry[i - window] + stretch * ready[stages])
         key = []
         for operation in range(problem.num_operations):
             position, microbatch = divmod(operation, count)
@@ -183,9 +194,26 @@ def slanted_plays(problem: Problem) -> Iterator[Play]:
         acquires: Orders = [[] for _ in range(problem.num_groups)]
         for operation in sorted(range(stages * count), key=key.__getitem__):
             acquires[problem.group_of(operation)].append(operation)
-        play = Play(problem, acquires, key, RELEASES_FIRST).run()
-        if play.is_complete:
-            yield play
+        # Only a window that fits entirely is sure to leave memory for others.
+        spare = _spare(problem, window) if window < most else None
+        for eager in (False, True) if problem.weight else (False,):
+            play = Play(problem, acquires, key, Rule(lead=None, eager_weights=eager), spare=spare).run()
+            if play.is_complete:
+                yield play
+
+
+def _spare(problem: Problem, length: int) -> list[int]:
+    """By group, memory that `length` micro-batches leave."""
+    return [c - length * m for c, m in zip(problem.capacity, problem.memory_of_group, strict=True)]
+
+
+def most_whole(problem: Problem) -> int:
+    """Micro-batches whose activations fit at the same time."""
+    most = min(problem.num_microbatches, problem.in_flight)
+    for capacity, one in zip(problem.capacity, problem.memory_of_group, strict=True):
+        most = min(most, capacity // one) if one else most
+    assert most >= 1, "caps that do not hold one micro-batch are refused earlier"
+    return most
 
 
 class Funnel(NamedTuple):

@@ -1,4 +1,4 @@
-"""No schedule is shorter than this: lower bounds on the makespan, and true optima of small instances.
+"""No schedule is shorter than this: lower bounds on the makespan that need no solver.
 
 All hold for every order of compute and transfers, with links that serve one transfer at a time in each direction, and
 with activations within the caps. Notation as in `disagmoe.schedules.problem`: a micro-batch passes the chain's 2 S
@@ -7,8 +7,9 @@ the least time from its end to the end of all that depends on it.
 
 - **Critical path**: one micro-batch alone.
 - **Work**: on each group, for every subset {release >= r, tail >= t} of its operations: r + their durations + t, the
-  largest of which is the preemptive optimum of one machine with heads and tails. The i-th micro-batch to reach a
-  position is later than the first by i times the longest duration or transfer before it.
+  largest of which is the preemptive optimum of one machine with heads and tails. When the i-th micro-batch reaches a
+  position, every group has done for i micro-batches what comes before it there (`Chain.arrivals`); likewise what comes
+  after it is still to be done for those that leave it last (`Chain.departures`).
 - **Feed**: before the first micro-batch can be at a stage, its group can only have done what earlier stages of its own
   were fed with by the group before it. The rest of that time it idles; with whole backwards likewise at the end.
 - **Link**: the same for each direction of each group's link.
@@ -17,8 +18,9 @@ the least time from its end to the end of all that depends on it.
   n activations to release. *Area*: an activation lives from the start of its forward until its release ends, at least
   as long as the way from there to the last stage and back; all lives together fit under C times the makespan, less the
   two ramps in which activations come and go one at a time.
-- **One machine, exactly** (`one_machine_bound`): one group with all its operations, memory, and the least time between
-  two operations of the same micro-batch, everybody else idle and fast; solved with CP-SAT as far as time allows.
+  *Ramp*: the work bound again, where the (n + k)-th forward waits for the k-th release at the earliest.
+
+`exact.py` beside this has what needs a solver: one group with memory, and true optima of small instances.
 
 Not covered: the in-flight cap, which only makes schedules longer. Numbers are in ticks of the problem unless their
 name ends in `_s`; rounding durations to ticks moves a bound by less than 1e-6 of itself.
@@ -28,8 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import Any
+from itertools import product
 
 from disagmoe.schedules.problem import UNLIMITED, Problem
 
@@ -47,6 +48,7 @@ class Bounds:
     link_s: float
     fill_s: float
     area_s: float
+    ramp_s: float
 
     @property
     def best_s(self) -> float:
@@ -60,9 +62,11 @@ class Bounds:
 
 def lower_bounds(problem: Problem) -> Bounds:
     """All bounds that need no solver. Costs n log n for n operations on a group."""
-    chain = _Chain(problem)
+    chain = Chain(problem)
     groups = range(problem.num_groups)
     held = [group for group in groups if chain.positions_of(group)]
+    # Backwards in time the problem has the same form only if backwards are whole.
+    sides = [chain] if problem.weight else [chain, Chain(problem.mirror())]
     return Bounds(
         critical_path_s=problem.tick_s * chain.critical_path,
         work_s=problem.tick_s * max(_preemptive(list(chain.jobs(group))) for group in held),
@@ -70,10 +74,11 @@ def lower_bounds(problem: Problem) -> Bounds:
         link_s=problem.tick_s * max(_preemptive(jobs) for jobs in _link_jobs(chain)),
         fill_s=problem.tick_s * max(_fill_and_drain(chain, group) for group in held),
         area_s=problem.tick_s * max(_area(chain, group) for group in held),
+        ramp_s=problem.tick_s * max(_ramp(side, group) for side in sides for group in held),
     )
 
 
-class _Chain:
+class Chain:
     """`ready` and `after` of all positions."""
 
     def __init__(self, problem: Problem) -> None:
@@ -98,30 +103,61 @@ class _Chain:
         return [q for q, owner in enumerate(self.problem.group) if owner == group]
 
     def jobs(self, group: int) -> Iterator[Job]:
-        """All operations of `group` with heads and tails, those of equal micro-batches spread as they must be."""
-        problem, count = self.problem, self.problem.num_microbatches
+        """All operations of `group` with heads and tails."""
+        problem = self.problem
         for q in self.positions_of(group):
-            come = max([*problem.duration[:q], *problem.send[:q], *problem.recv[:q]], default=0)
-            later = range(q + 1, self.last + 1)
-            go = max((max(problem.duration[i], problem.send[i - 1], problem.recv[i - 1]) for i in later), default=0)
-            for i in range(count):
-                # The tail that a weight operation makes is not on the chain, so it does not queue there.
-                tail = max(self.after[q], self._chain_after(q) + (count - 1 - i) * go)
-                yield self.ready[q] + i * come, problem.duration[q], tail
-            weight = self.weight(q)
-            if weight:
-                for i in range(count):
-                    yield self.ready[q] + problem.duration[q] + i * max(come, problem.duration[q]), weight, 0
+            arrivals, departures = self.arrivals(q), self.departures(q)
+            for arrival, departure in zip(arrivals, reversed(departures), strict=True):
+                yield arrival, problem.duration[q], departure
+            if self.weight(q):
+                for arrival in arrivals:
+                    yield arrival + problem.duration[q], self.weight(q), 0
+
+    def arrivals(self, position: int) -> list[int]:
+        """By number, when that many micro-batches (and one more) can have reached `position` at the earliest."""
+        problem, count = self.problem, range(self.problem.num_microbatches)
+        before = range(position)
+        come = max([*problem.duration[:position], *problem.send[:position], *problem.recv[:position]], default=0)
+        earliest = [self.ready[position] + i * come for i in count]
+        for group in {problem.group[q] for q in before}:
+            mine = [q for q in before if problem.group[q] == group]
+            work = sum(problem.duration[q] for q in mine)
+            # From the last of the group's work to here; what it did last may have been farther away.
+            rest = self.ready[position] - self.ready[mine[-1]] - problem.duration[mine[-1]]
+            first = self.ready[mine[0]] + rest
+            earliest = [max(time, first + (i + 1) * work) for i, time in zip(count, earliest, strict=True)]
+        return earliest
+
+    def departures(self, position: int) -> list[int]:
+        """By number, the time to the end when that many micro-batches (and one more) have yet to leave `position`, from
+        the end of the first of them there."""
+        problem, count = self.problem, range(self.problem.num_microbatches)
+        later = range(position + 1, self.last + 1)
+        go = max((max(problem.duration[q], problem.send[q - 1], problem.recv[q - 1]) for q in later), default=0)
+        least = [max(self.after[position], self._chain_after(position) + i * go) for i in count]
+        for group in {problem.group[q] for q in later}:
+            mine = [q for q in later if problem.group[q] == group]
+            until = self.ready[mine[0]] - self.ready[position] - problem.duration[position]
+            work = sum(problem.duration[q] for q in mine)
+            everything = work + sum(self.weight(q) for q in mine)
+            end = min(self._chain_after(q) for q in mine)
+            least = [
+                max(time, until + (i + 1) * work + end, until + (i + 1) * everything)
+                for i, time in zip(count, least, strict=True)
+            ]
+        return least
 
     def _chain_after(self, position: int) -> int:
-        problem = self.problem
-        return sum(problem.arrival(q) + problem.duration[q + 1] for q in range(position, self.last))
+        """Time from the end of `position` to the chain's, without weight operations."""
+        return self.ready[self.last] + self.problem.duration[self.last] - self.ready[position] - (
+            self.problem.duration[position]
+        )
 
 
-def _feed(chain: _Chain, group: int) -> int:
+def _feed(chain: Chain, group: int) -> int:
     """The bound *feed* of the module's description."""
     problem, count = chain.problem, chain.problem.num_microbatches
-    mirror = _Chain(problem.mirror())
+    mirror = Chain(problem.mirror())
     mine = chain.positions_of(group)
     work = count * sum(problem.duration[q] + chain.weight(q) for q in mine)
     longest = 0
@@ -133,7 +169,7 @@ def _feed(chain: _Chain, group: int) -> int:
     return longest
 
 
-def _unfed(chain: _Chain, group: int, position: int) -> int:
+def _unfed(chain: Chain, group: int, position: int) -> int:
     """Time before `ready[position]` in which `group` has nothing to do, at least."""
     problem, count = chain.problem, chain.problem.num_microbatches
     before = [q for q in chain.positions_of(group) if q < position]
@@ -150,7 +186,7 @@ def _unfed(chain: _Chain, group: int, position: int) -> int:
     return max(0, until - done)
 
 
-def _link_jobs(chain: _Chain) -> Iterator[list[Job]]:
+def _link_jobs(chain: Chain) -> Iterator[list[Job]]:
     """By group, kind of link and direction, its transfers. A receiver's time may begin a latency after the sender's."""
     problem = chain.problem
     for group, fabric in product(range(problem.num_groups), (False, True)):
@@ -196,13 +232,13 @@ def _preemptive(jobs: Sequence[Job]) -> int:
     return end
 
 
-def _stages_of(chain: _Chain, group: int) -> list[int]:
+def _stages_of(chain: Chain, group: int) -> list[int]:
     """Stages of `group` that hold activations, without the last one, whose activations never wait."""
     problem = chain.problem
     return [s for s in range(problem.num_stages - 1) if problem.group[s] == group and problem.memory[s]]
 
 
-def _fill_and_drain(chain: _Chain, group: int) -> int:
+def _fill_and_drain(chain: Chain, group: int) -> int:
     """The bound *fill* of the module's description for a group whose capacity binds; 0 otherwise."""
     problem, count = chain.problem, chain.problem.num_microbatches
     stages, capacity = _stages_of(chain, group), problem.capacity[group]
@@ -228,7 +264,7 @@ def _fill_and_drain(chain: _Chain, group: int) -> int:
     return work + max(idle, first_start)
 
 
-def _area(chain: _Chain, group: int) -> int:
+def _area(chain: Chain, group: int) -> int:
     """The bound *area* of the module's description for a group whose capacity binds; 0 otherwise."""
     problem, count = chain.problem, chain.problem.num_microbatches
     stages, capacity = _stages_of(chain, group), problem.capacity[group]
@@ -259,153 +295,33 @@ def _area(chain: _Chain, group: int) -> int:
     return low
 
 
-@dataclass(frozen=True, kw_only=True)
-class Solved:
-    """What CP-SAT found out."""
-
-    status: str
-    """`optimal`, `feasible` (`bound_s` < `makespan_s`) or `unknown` (no solution in time; the bound holds)."""
-    makespan_s: float
-    bound_s: float
-    wall_s: float
-
-
-def one_machine_bound(problem: Problem, group: int, *, limit_s: float) -> Solved:
-    """The relaxation to one group (see the module's description), as far as `limit_s` allows; `bound_s` counts."""
-    model = _Model(problem, groups=[group], links=False)
-    return model.solve(limit_s=limit_s, hint=None)
-
-
-def optimum(problem: Problem, *, limit_s: float, hint: Sequence[int] | None = None) -> Solved:
-    """The whole problem. Small instances only: some 100 operations take seconds to minutes.
-
-    hint: start times by operation, from a play.
-    """
-    model = _Model(problem, groups=range(problem.num_groups), links=True)
-    return model.solve(limit_s=limit_s, hint=hint)
-
-
-class _Model:
-    """A CP-SAT model of the problem, or of some of its groups alone."""
-
-    def __init__(self, problem: Problem, *, groups: Sequence[int], links: bool) -> None:
-        # Loaded only here: it brings numpy, which schedules and their costs do without.
-        from ortools.sat.python import cp_model
-
-        self.cp: Any = cp_model
-        self.problem = problem
-        self.chain = _Chain(problem)
-        self.model: Any = cp_model.CpModel()
-        self.groups = set(groups)
-        self.horizon = self.chain.critical_path * problem.num_microbatches
-        self.start: dict[int, Any] = {}
-        self.machine: dict[int, list[Any]] = {group: [] for group in groups}
-        self.makespan = self.model.new_int_var(self.chain.critical_path, self.horizon, "makespan")
-        self._add_operations()
-        self._add_order()
-        if links:
-            self._add_links()
-        self._add_memory()
-        for intervals in self.machine.values():
-            self.model.add_no_overlap(intervals)
-        bound = lower_bounds(problem)
-        self.model.add(self.makespan >= int(bound.best_s / problem.tick_s + 0.5))
-        self.model.minimize(self.makespan)
-
-    def _add_operations(self) -> None:
-        problem, count = self.problem, self.problem.num_microbatches
-        for operation in range(problem.num_operations):
-            group, position = problem.group_of(operation), operation // count
-            if group not in self.groups:
-                continue
-            weight = position > self.chain.last
-            chain = position if not weight else self.chain.last - (position - 2 * problem.num_stages)
-            head = self.chain.ready[chain] + (problem.duration[chain] if weight else 0)
-            tail = 0 if weight else self.chain.after[chain]
-            length = problem.duration_of(operation)
-            start = self.start[operation] = self.model.new_int_var(head, self.horizon, f"s{operation}")
-            self.machine[group].append(self.model.new_fixed_size_interval_var(start, length, f"i{operation}"))
-            self.model.add(self.makespan >= start + length + tail)
-
-    def _add_order(self) -> None:
-        """Least time between consecutive positions that are modelled; micro-batches are alike, so numbered by entry."""
-        problem, count = self.problem, self.problem.num_microbatches
-        positions = [q for q in range(self.chain.last + 1) if problem.group[q] in self.groups]
-        for microbatch in range(count):
-            for q, following in pairwise(positions):
-                lag = self.chain.ready[following] - self.chain.ready[q]
-                self.model.add(self._of(following, microbatch) >= self._of(q, microbatch) + lag)
-            for q in positions if problem.weight else ():
-                if q >= problem.num_stages:
-                    weight = self._of(2 * problem.num_stages + self.chain.last - q, microbatch)
-                    self.model.add(weight >= self._of(q, microbatch) + problem.duration[q])
-            if microbatch:
-                entry = positions[0]
-                length = problem.duration[entry]
-                self.model.add(self._of(entry, microbatch) >= self._of(entry, microbatch - 1) + length)
-
-    def _of(self, position: int, microbatch: int) -> Any:
-        return self.start[position * self.problem.num_microbatches + microbatch]
-
-    def _add_links(self) -> None:
-        problem, model = self.problem, self.model
-        links = list(product(self.groups, (False, True)))
-        sending: dict[tuple[int, bool], list[Any]] = {link: [] for link in links}
-        receiving: dict[tuple[int, bool], list[Any]] = {link: [] for link in links}
-        for q in range(self.chain.last):
-            send, recv = problem.send[q], problem.recv[q]
-            if q == problem.num_stages - 1 or not (send or recv):
-                continue
-            for microbatch in range(problem.num_microbatches):
-                name = f"{q}.{microbatch}"
-                leave = model.new_int_var(0, self.horizon, f"leave{name}")
-                reach = model.new_int_var(0, self.horizon, f"reach{name}")
-                model.add(leave >= self._of(q, microbatch) + problem.duration[q])
-                model.add(reach >= leave + problem.latency[q] + max(0, send - recv))
-                model.add(self._of(q + 1, microbatch) >= reach + recv)
-                sender, receiver = ((problem.group[i], problem.fabric[q]) for i in (q, q + 1))
-                sending[sender].append(model.new_fixed_size_interval_var(leave, send, f"send{name}"))
-                receiving[receiver].append(model.new_fixed_size_interval_var(reach, recv, f"recv{name}"))
-        for intervals in (*sending.values(), *receiving.values()):
-            model.add_no_overlap(intervals)
-
-    def _add_memory(self) -> None:
-        problem, model = self.problem, self.model
-        for group in self.groups:
-            stages = [s for s in range(problem.num_stages) if problem.group[s] == group and problem.memory[s]]
-            total = sum(problem.memory[s] for s in stages) * problem.num_microbatches
-            if total <= problem.capacity[group]:
-                continue
-            lives, sizes = [], []
-            for stage in stages:
-                release = self.chain.last - stage
-                for microbatch in range(problem.num_microbatches):
-                    begin = self._of(stage, microbatch)
-                    if problem.weight:
-                        weight = 2 * problem.num_stages + stage
-                        end = self._of(weight, microbatch) + problem.weight[stage]
-                    else:
-                        end = self._of(release, microbatch) + problem.duration[release]
-                    length = model.new_int_var(0, self.horizon, f"life{stage}.{microbatch}")
-                    lives.append(model.new_interval_var(begin, length, end, f"alive{stage}.{microbatch}"))
-                    sizes.append(problem.memory[stage])
-            model.add_cumulative(lives, sizes, problem.capacity[group])
-
-    def solve(self, *, limit_s: float, hint: Sequence[int] | None) -> Solved:
-        """One worker and a fixed seed; only `limit_s` depends on the machine."""
-        if hint is not None:
-            for operation, start in self.start.items():
-                self.model.add_hint(start, hint[operation])
-        solver = self.cp.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = 0
-        solver.parameters.max_time_in_seconds = limit_s
-        status = solver.solve(self.model)
-        names = {self.cp.OPTIMAL: "optimal", self.cp.FEASIBLE: "feasible"}
-        tick = self.problem.tick_s
-        return Solved(
-            status=names.get(status, "unknown"),
-            makespan_s=solver.objective_value * tick if status in names else float("inf"),
-            bound_s=solver.best_objective_bound * tick,
-            wall_s=solver.wall_time,
-        )
+def _ramp(chain: Chain, group: int) -> int:
+    """The bound *ramp* of the module's description for a group whose capacity binds; 0 otherwise."""
+    problem, count = chain.problem, chain.problem.num_microbatches
+    stages, capacity = _stages_of(chain, group), problem.capacity[group]
+    if not stages or capacity >= problem.memory_of_group[group] * count:
+        return 0
+    most = capacity // min(problem.memory[s] for s in stages)
+    shortest = min(problem.duration[s] for s in stages)
+    tail = min(chain.after[s] for s in stages)
+    forwards: list[int] = []
+    releases: list[int] = []
+    jobs: list[Job] = []
+    for q in chain.positions_of(group):
+        ready = chain.arrivals(q)
+        if q in stages:
+            forwards += ready
+            # What is longer than the shortest forward may be done at any time.
+            jobs += [(0, problem.duration[q] - shortest, 0)] * count
+            continue
+        tails = reversed(chain.departures(q))
+        jobs += [(time, problem.duration[q], after) for time, after in zip(ready, tails, strict=True)]
+        weight = chain.weight(q)
+        jobs += [(time + problem.duration[q], weight, 0) for time in ready if weight]
+        if chain.last - q in stages:
+            releases += [time + problem.duration[q] + weight for time in ready]
+    forwards.sort()
+    releases.sort()
+    for place, time in enumerate(forwards):
+        jobs.append((max(time, releases[place - most]) if place >= most else time, shortest, tail))
+    return _preemptive(jobs)

@@ -15,9 +15,10 @@ from disagmoe.schedules import Action, Kind, Schedule, make_fitted, make_schedul
 from disagmoe.schedules.costs import OrderCosts, OrderHop, simple_costs
 from disagmoe.schedules.problem import Problem, build_problem, order_fits
 from disagmoe.schedules.timing import end_times, makespan
-from disagmoe.simulator.bounds import lower_bounds, one_machine_bound, optimum
+from disagmoe.simulator.bounds import lower_bounds
 from disagmoe.simulator.costs import Hop, StageCosts
 from disagmoe.simulator.engine import simulate
+from disagmoe.simulator.exact import one_machine_bound, optimum
 
 from .helpers import Case, cases, execute, make_layout
 
