@@ -22,6 +22,8 @@ CONFIG = "--config-file=train_configs/debug_qwen3.toml"
 LIMIT_S = 20.0
 LAYOUT = Layout(attn_depth=1, ffn_depth=1, attn_workers=2, ffn_workers=2)
 NAMES = [str(LAYOUT.workers_on(rank)[0]) for rank in range(LAYOUT.world_size)]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+"""The test scripts set PYTHONSAFEPATH, which takes the current folder off the path: processes find `tests` by this."""
 
 
 @dataclass(kw_only=True)
@@ -52,6 +54,7 @@ class Nursery:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            env=ENVIRONMENT,
         )
         assert self._read() == "ready"
 
@@ -105,7 +108,7 @@ class Torchrun:
                 *("-m", "tests.distributed.faults", encode(self._fault)),
                 *(CONFIG, *TINY, f"--dump_folder={folder / 'dump'}"),
             ],
-            env={**os.environ, name: value, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env={**ENVIRONMENT, name: value, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=self._error,

@@ -97,7 +97,7 @@ def _run(config: Config, size: int) -> RunResult:
             *("-m", "tests.gpu.worker", str(folder / "case.pickle"), str(folder)),
         ],
         cwd=ROOT,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,
