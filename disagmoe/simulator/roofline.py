@@ -56,6 +56,8 @@ class Job:
     grad_bytes: int = 2
     optimizer_bytes: int = 4
     """Of a parameter's optimizer state, sharded over the workers that hold a copy of it."""
+    head_tokens: int = 0
+    """Tokens whose logits are alive at a time; 0: those of a micro-batch (the loss is computed in one go)."""
     technology: Technology = Technology()
 
     @property
@@ -287,4 +289,5 @@ def expert_activation_bytes(job: Job, layer: LayerShape, tokens: float, workers:
 
 def head_activation_bytes(job: Job, samples: float) -> float:
     """Logits and their gradient in float32."""
-    return samples * job.seq_len * 2 * 4 * job.model.vocab_size
+    tokens = samples * job.seq_len
+    return (min(tokens, job.head_tokens) if job.head_tokens else tokens) * 2 * 4 * job.model.vocab_size

@@ -6,6 +6,7 @@ micro-batch. Of those that recompute as little as memory allows, the fastest cou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -41,14 +42,22 @@ def candidate_plans(job: Job, num_gpus: int) -> Iterator[EPPlan]:
 
 
 def estimate_s(job: Job, plan: EPPlan) -> float:
-    """Quick estimate of an interleaved step: work and exposed transfers of a rank, the bubble, and gradients."""
+    """Quick estimate of an interleaved step: work and exposed transfers of a rank, the bubble, and gradients.
+
+    Infinite where not even full recomputation can fit: rank 0 keeps at least as many micro-batches as there are ranks.
+    """
     ranks = tuple(chunk % plan.ranks for chunk in range(plan.ranks * plan.chunks_a_rank))
     roofline = EPRoofline(job=job, plan=plan, rank_of_chunk=ranks)
     costs = roofline.costs()
     work = sum(costs.forward_s) + sum(costs.backward_s)
     work += sum(hop.alone_s for hop in (*costs.forward_hop, *costs.backward_hop))
     microbatches = job.global_batch // plan.width
-    sync = max(map(job.sync_s, roofline.held()))
+    held = roofline.held()
+    sync = max(map(job.sync_s, held))
+    lean = EPRoofline(job=replace(job, recompute="full"), plan=plan, rank_of_chunk=ranks).costs().activation_bytes
+    first = sum(size for size, stage in zip(lean, roofline.stages, strict=True) if ranks[stage.chunk] == 0)
+    if job.state_bytes(held[0]) + first * min(plan.ranks, job.global_batch // plan.width) > _memory_bytes(job):
+        return math.inf
     return work / plan.ranks * (microbatches + (plan.ranks - 1) / plan.chunks_a_rank) + sync
 
 
@@ -79,7 +88,10 @@ def _batch_of(job: Job, plan: AFPlan) -> Job:
 
 
 def estimate_af_samples_per_s(job: Job, plan: AFPlan) -> float:
-    """Quick estimate: the most loaded of a group's engine and links, fill and drain, and gradients."""
+    """Quick estimate: the most loaded of a group's engine and links, fill and drain, and gradients.
+
+    Zero where not even full recomputation can fit: every group keeps two micro-batches a group at least.
+    """
     layout = plan.layout
     roofline = AFRoofline(job=job, layout=layout, microbatch_samples=layout.attn_workers)
     costs = roofline.costs()
@@ -89,10 +101,18 @@ def estimate_af_samples_per_s(job: Job, plan: AFPlan) -> float:
         work[group] += costs.forward_s[stage.index] + costs.backward_s[stage.index]
         hops = (costs.forward_hop[stage.index], costs.backward_hop[stage.index])
         links[group] += sum(max(hop.recv_s, hop.fabric_recv_s) for hop in hops)
+    lean = AFRoofline(job=replace(job, recompute="full"), layout=layout, microbatch_samples=layout.attn_workers)
+    kept = [0.0] * layout.num_groups
+    for stage, size in zip(roofline.stages, lean.costs().activation_bytes, strict=True):
+        kept[layout.pipeline_group(stage.role, stage.group)] += size
+    in_flight = min(plan.num_microbatches, 2 * layout.attn_depth)
+    held = {layout.pipeline_group(*key): parts for key, parts in roofline.held().items()}
+    if any(job.state_bytes(held[g]) + kept[g] * in_flight > _memory_bytes(job) for g in held):
+        return 0.0
     period = max(*work, *links)
     mean = sum(work) / len(roofline.stages) + sum(hop.alone_s for hop in costs.forward_hop[1:3])
     fill = (layout.num_groups - 1) * mean
-    step = plan.num_microbatches * period + fill + max(map(job.sync_s, roofline.held().values()))
+    step = plan.num_microbatches * period + fill + max(map(job.sync_s, held.values()))
     return _batch_of(job, plan).global_batch / step
 
 
@@ -123,7 +143,10 @@ def tuned_af(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun
     Raises:
         ValueError: no plan comes out even.
     """
-    plans = sorted(candidate_layouts(job, num_gpus), key=lambda plan: -estimate_af_samples_per_s(job, plan))
+    rates = {plan: estimate_af_samples_per_s(job, plan) for plan in candidate_layouts(job, num_gpus)}
+    plans = sorted(rates, key=lambda plan: -rates[plan])
+    # One at least, to show by how much nothing fits.
+    plans = [plan for plan in plans if rates[plan] > 0] or plans[:1]
     runs = (run_on_plan(job, plan, name) for plan in plans)
     return _best(runs, tries, f"{name}: no layout of {num_gpus} GPUs for a batch of {job.global_batch} samples")
 
@@ -134,7 +157,9 @@ def tuned(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun:
     Raises:
         ValueError: no plan comes out even.
     """
-    plans = sorted(candidate_plans(job, num_gpus), key=lambda plan: estimate_s(job, plan))
+    times = {plan: estimate_s(job, plan) for plan in candidate_plans(job, num_gpus)}
+    plans = sorted(times, key=lambda plan: times[plan])
+    plans = [plan for plan in plans if times[plan] < math.inf] or plans[:1]
     if name.startswith("dualpipe"):
         plans = list(dict.fromkeys(replace(plan, chunks_a_rank=1) for plan in plans))
 
@@ -148,13 +173,17 @@ def tuned(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun:
     return _best(runs(), tries, f"{name}: no plan of {num_gpus} GPUs for a batch of {job.global_batch} samples")
 
 
+def _memory_bytes(job: Job) -> float:
+    return min(pool.gpu.memory_bytes for pool in job.cluster.pools)
+
+
 def _best(runs: Iterator[SystemRun], tries: int, otherwise: str) -> SystemRun:
-    """The fastest of the first `tries` runs that fit; where none fits at all, the one that needs least memory."""
+    """The fastest of the first `tries` runs that fit; where hardly any fits, the one that needs least memory."""
     fitting: list[SystemRun] = []
     others: list[SystemRun] = []
     for run in runs:
         (fitting if run.fits else others).append(run)
-        if len(fitting) == tries:
+        if len(fitting) == tries or len(others) == 5 * tries:
             break
     if fitting:
         return max(fitting, key=lambda run: run.tokens_per_s_per_gpu)
