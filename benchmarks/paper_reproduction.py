@@ -13,86 +13,45 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.paper_intensities import intensity_section
-from disagmoe.cluster import Cluster
-from disagmoe.config.cluster import load_cluster
-from disagmoe.config.recipe import load_recipe
-from disagmoe.layout import Layout
-from disagmoe.shapes import ModelShape, MoEShape
-from disagmoe.simulator.expert_parallel import EPPlan
+from benchmarks.paper_setting import (
+    GLOBAL_BATCH,
+    HEAD_TOKENS,
+    MODELS,
+    NUM_GPUS,
+    SETS,
+    AssumptionSet,
+    best_af,
+    job_of,
+    memory_mark,
+    model_of,
+    paper_plan,
+)
+from benchmarks.paper_sweeps import sweep_split, sweep_top_k, sweep_virtual_stages
+from disagmoe.shapes import ModelShape
 from disagmoe.simulator.report import as_markdown, write_picture
-from disagmoe.simulator.roofline import Job, Technology
-from disagmoe.simulator.systems import BASELINES, AFPlan, SystemRun
-from disagmoe.simulator.tuning import run_on_plan, tuned, tuned_af, with_least_recompute
+from disagmoe.simulator.systems import BASELINES, SystemRun
+from disagmoe.simulator.tuning import tuned, with_least_recompute
 
 DOCS = Path(__file__).parents[1] / "docs"
-NUM_GPUS = 128
-GLOBAL_BATCH = 512
-"""Samples a step: 32 micro-batches of one sample a worker for 16 workers."""
-HEAD_TOKENS = 4096
-"""Logits alive at a time. GPT-OSS's of 32K tokens, with gradients, would take 52 GB."""
-MODELS = {
-    "DeepSeek-MoE": ("deepseek_moe", "16B-top4"),
-    "GPT-OSS-120B": ("gpt_oss", "120b"),
-    "Qwen3-235B": ("qwen3", "235B-A22B"),
-}
+
 LENGTHS = (4096, 8192, 16384, 32768)
-AF_NAMES = ("af-deep-split", "af-fitted-split")
+
 FIT = 1.05
 """A figure counts as met within 5 % of the paper's range."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class AssumptionSet:
-    """One way to look at it."""
-
-    key: str
-    text: str
-    technology: Technology
-    head: bool = True
-    """Count the output layer (False: vocabulary of 8)."""
-
-
-SETS = (
-    AssumptionSet(
-        key="dedup in all",
-        text="same technology for all: a row for each distinct node in AF-Pipe and in EP, equal efficiency",
-        technology=Technology(),
-    ),
-    AssumptionSet(
-        key="copies in all",
-        text="same technology for all: a row for each of the k experts, equal efficiency",
-        technology=Technology(rows_m2n="copy", rows_all_to_all="copy"),
-    ),
-    AssumptionSet(
-        key="dedup in AF only",
-        text="a row for each distinct node in AF-Pipe, for each of the k experts in EP",
-        technology=Technology(rows_all_to_all="copy"),
-    ),
-    AssumptionSet(
-        key="half all-to-all",
-        text="rows de-duplicated in all, all-to-all at half of M2N's efficiency",
-        technology=Technology(all_to_all_of_m2n=0.5),
-    ),
-    AssumptionSet(
-        key="dedup in AF only, no head",
-        text="as `dedup in AF only`, and the output layer is left out of all systems",
-        technology=Technology(rows_all_to_all="copy"),
-        head=False,
-    ),
-)
 PAPER_RATIOS = {
     "megatron": (1.59, 1.81),
     "tutel": (1.2, 1.5),
     "comet": (1.2, 1.5),
     "dualpipe": (1.05, 1.13),
 }
+
 PAPER_CUTS = {"tutel": 0.88, "comet": 0.75, "dualpipe": 0.45}
 """Cut of non-overlapped communication."""
-
 
 PAPER_SWEEPS = {
     "split": "Paper: best at 16:16 for 4K; at 16K at 16:10 (1.56, 1.29 over 16:16); 16:8 and 8:16 near 1.",
@@ -115,41 +74,6 @@ def exposed_s_per_token(run: SystemRun) -> float:
     return run.result.exposed_share * run.result.makespan_s * run.num_gpus / run.tokens
 
 
-def model_of(name: str, head: bool) -> ModelShape:
-    recipe, flavor = MODELS[name]
-    shape = load_recipe(recipe).shape(flavor)
-    return shape if head else replace(shape, vocab_size=8)
-
-
-def job_of(model: ModelShape, length: int, technology: Technology) -> Job:
-    return Job(
-        model=model,
-        cluster=load_cluster("h800x16"),
-        seq_len=length,
-        global_batch=GLOBAL_BATCH,
-        head_tokens=HEAD_TOKENS,
-        technology=technology,
-    )
-
-
-def paper_plan(name: str) -> EPPlan:
-    """EP 16 over two nodes, 8 pipeline ranks, as the paper's baselines; interleaving in two chunks where it is used."""
-    return EPPlan(ranks=8, width=16, ep=16, chunks_a_rank=1 if name.startswith("dualpipe") else 2)
-
-
-def best_af(job: Job, tries: int) -> SystemRun:
-    """AF-Pipe at its best: layout by search with *deep*, then the best of `AF_NAMES` on that layout."""
-    runs = [tuned_af(job, "af-deep", NUM_GPUS, tries=tries)]
-    plan = runs[0].af_plan
-    assert plan is not None
-    for name in AF_NAMES:
-        try:
-            runs.append(run_on_plan(job, plan, name))
-        except ValueError as error:  # *fitted*, where even one micro-batch is too much
-            print(f"{name}: {error}", file=sys.stderr)
-    return max(runs, key=lambda run: (run.fits, run.tokens_per_s_per_gpu))
-
-
 def run_cell(model: ModelShape, length: int, given: AssumptionSet, *, tries: int, with_tuned: bool) -> Cell:
     job = job_of(model, length, given.technology)
     as_in_paper = {
@@ -166,10 +90,6 @@ def run_cell(model: ModelShape, length: int, given: AssumptionSet, *, tries: int
 
 def ratios(cell: Cell, against: Mapping[str, SystemRun]) -> dict[str, float]:
     return {name: cell.af.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu for name, run in against.items()}
-
-
-def memory_mark(run: SystemRun) -> str:
-    return "" if run.fits else " !"
 
 
 Cells = dict[tuple[str, int], Cell]
@@ -237,73 +157,6 @@ def verdicts(results: Mapping[str, Cells]) -> Iterator[str]:
         "Range over all cells, and in how many of them the figure is met (within 5 %; a cut also when it is larger). A "
         "figure *comes out* where it is met in more than half of the cells.\n\n" + as_markdown(rows, header) + "\n"
     )
-
-
-def sweep_split(given: AssumptionSet) -> str:
-    """A : F sweep at p = 4: tokens/s/GPU over Megatron's at EP 16."""
-    rows = []
-    for length in (4096, 16384):
-        job = job_of(model_of("DeepSeek-MoE", given.head), length, given.technology)
-        base = with_least_recompute(job, lambda j: BASELINES["megatron"].run(j, paper_plan("megatron")))
-        row = [f"{length // 1024}K"]
-        for attn, ffn in SPLITS:
-            layout = Layout(attn_depth=4, ffn_depth=4, attn_workers=attn, ffn_workers=ffn)
-            run = run_on_plan(job, AFPlan(layout=layout, num_microbatches=GLOBAL_BATCH // attn), "af-deep")
-            row.append(f"{run.tokens_per_s_per_gpu / base.tokens_per_s_per_gpu:.2f}{memory_mark(run)}")
-        rows.append(row)
-    return as_markdown(rows, ["length", *(f"{a}:{f}" for a, f in SPLITS)])
-
-
-SPLITS = ((16, 16), (16, 14), (16, 12), (16, 11), (16, 10), (16, 8), (8, 16))
-
-
-def sweep_top_k(given: AssumptionSet) -> str:
-    """DeepSeek-MoE with 64 experts and top-k of 2 to 16: AF-Pipe's best plan over Megatron's at EP 16."""
-    shape, row, plans = model_of("DeepSeek-MoE", given.head), ["ratio"], ["plan"]
-    for top_k in (2, 4, 8, 16):
-        layers = tuple(
-            replace(layer, ffn=replace(layer.ffn, top_k=top_k)) if isinstance(layer.ffn, MoEShape) else layer
-            for layer in shape.layers
-        )
-        job = job_of(replace(shape, layers=layers), 8192, given.technology)
-        base = with_least_recompute(job, lambda j: BASELINES["megatron"].run(j, paper_plan("megatron")))
-        best = best_af(job, 3)
-        row.append(f"{best.tokens_per_s_per_gpu / base.tokens_per_s_per_gpu:.2f}")
-        plans.append(best.plan)
-    return as_markdown([row, plans], ["", "k = 2", "4", "8", "16"])
-
-
-def sweep_virtual_stages(given: AssumptionSet) -> str:
-    """v = layers / p: without recomputation, to see memory grow, and with what fits."""
-    rows = []
-    model = model_of("DeepSeek-MoE", given.head)
-    for depth in (16, 8, 4, 2, 1):
-        width = NUM_GPUS // 2 // depth
-        layout = Layout(attn_depth=depth, ffn_depth=depth, attn_workers=width, ffn_workers=width)
-        job = job_of(model, 4096, given.technology)
-        plan = AFPlan(layout=layout, num_microbatches=GLOBAL_BATCH // width)
-        run = run_on_plan(job, plan, "af-deep")
-        full = run_on_plan(replace(job, cluster=_roomy(job)), plan, "af-deep")
-        rows.append([f"{27 / depth:.1f}", str(plan), str(plan.num_microbatches), f"{full.tokens_per_s_per_gpu:,.0f}",
-                     f"{full.peak_bytes / 1e9:.0f}", run.recompute, f"{run.tokens_per_s_per_gpu:,.0f}",
-                     f"{run.peak_bytes / 1e9:.0f}{memory_mark(run)}"])  # fmt: skip
-    header = [
-        "v",
-        "layout",
-        "micro-batches",
-        "tokens/s/GPU, nothing recomputed",
-        "GB",
-        "recompute",
-        "tokens/s/GPU",
-        "GB",
-    ]
-    return as_markdown(rows, header)
-
-
-def _roomy(job: Job) -> Cluster:
-    """The cluster with unbounded memory."""
-    pools = tuple(replace(pool, gpu=replace(pool.gpu, memory_bytes=10**15)) for pool in job.cluster.pools)
-    return replace(job.cluster, pools=pools)
 
 
 def pictures(results: Mapping[str, Cells]) -> None:
