@@ -112,7 +112,8 @@ def main() -> None:
         f"{table(curves)}\n\n"
         "Differences are relative. Sums in another order round differently, by about 1e-7. A router chooses: once a "
         "token is so near a tie that rounding decides its expert, the two runs train on with different routings, and "
-        "drift apart as two runs with different rounding always do.\n\n![Both curves of each model lie on each other](loss_curves.png)\n"
+        "drift apart as two runs with different rounding always do.\n\n"
+        "![Both curves of each model lie on each other](loss_curves.png)\n"
     )
     (arguments.docs / "loss_curves.md").write_text(page)
     draw(curves, arguments.docs / "loss_curves.png")
