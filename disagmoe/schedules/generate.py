@@ -179,8 +179,12 @@ class _Frame:
             split_backward=True,
             in_flight=self.in_flight,
         )
-        problem = replace(problem, capacity=tuple(_peak(problem, order) for order in compute))
-        return compute_orders(problem, play_order(problem, compute))
+        return compute_orders(problem, play_order(self.within_own_peak(problem, compute), compute))
+
+    @staticmethod
+    def within_own_peak(problem: Problem, compute: Compute) -> Problem:
+        """`problem` with the activations that `compute` has with whole backwards as its caps."""
+        return replace(problem, capacity=tuple(_peak(problem, order) for order in compute))
 
     def finish(self, name: str, compute: Compute, *, hoist: int, send_after: int) -> Schedule:
         """The schedule, with sends and receives; not validated yet."""
@@ -248,6 +252,9 @@ def _simple_plays(frame: _Frame, problem: Problem) -> Iterator[Play]:
             if fits and compute not in seen:
                 seen.add(compute)
                 yield play_order(problem, compute)
+                if problem.weight:
+                    # As `make_schedule` splits it: sometimes less memory makes the better order.
+                    yield play_order(frame.within_own_peak(problem, compute), compute)
 
 
 def _hoisted(
