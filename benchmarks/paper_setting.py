@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
+from disagmoe.cluster import Cluster
 from disagmoe.config.cluster import load_cluster
 from disagmoe.config.recipe import load_recipe
 from disagmoe.shapes import ModelShape
@@ -108,3 +109,9 @@ def best_af(job: Job, tries: int) -> SystemRun:
 
 def memory_mark(run: SystemRun) -> str:
     return "" if run.fits else " !"
+
+
+def roomy(cluster: Cluster) -> Cluster:
+    """The cluster with unbounded memory."""
+    pools = tuple(replace(pool, gpu=replace(pool.gpu, memory_bytes=10**15)) for pool in cluster.pools)
+    return replace(cluster, pools=pools)

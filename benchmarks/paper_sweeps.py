@@ -13,12 +13,11 @@ from benchmarks.paper_setting import (
     memory_mark,
     model_of,
     paper_plan,
+    roomy,
 )
-from disagmoe.cluster import Cluster
 from disagmoe.layout import Layout
 from disagmoe.shapes import MoEShape
 from disagmoe.simulator.report import as_markdown
-from disagmoe.simulator.roofline import Job
 from disagmoe.simulator.systems import BASELINES, AFPlan
 from disagmoe.simulator.tuning import run_on_plan, with_least_recompute
 
@@ -66,7 +65,7 @@ def sweep_virtual_stages(given: AssumptionSet) -> str:
         job = job_of(model, 4096, given.technology)
         plan = AFPlan(layout=layout, num_microbatches=GLOBAL_BATCH // width)
         run = run_on_plan(job, plan, "af-deep")
-        full = run_on_plan(replace(job, cluster=_roomy(job)), plan, "af-deep")
+        full = run_on_plan(replace(job, cluster=roomy(job.cluster)), plan, "af-deep")
         rows.append([f"{27 / depth:.1f}", str(plan), str(plan.num_microbatches), f"{full.tokens_per_s_per_gpu:,.0f}",
                      f"{full.peak_bytes / 1e9:.0f}", run.recompute, f"{run.tokens_per_s_per_gpu:,.0f}",
                      f"{run.peak_bytes / 1e9:.0f}{memory_mark(run)}"])  # fmt: skip
@@ -81,9 +80,3 @@ def sweep_virtual_stages(given: AssumptionSet) -> str:
         "GB",
     ]
     return as_markdown(rows, header)
-
-
-def _roomy(job: Job) -> Cluster:
-    """The cluster with unbounded memory."""
-    pools = tuple(replace(pool, gpu=replace(pool.gpu, memory_bytes=10**15)) for pool in job.cluster.pools)
-    return replace(job.cluster, pools=pools)

@@ -145,10 +145,19 @@ def tuned_af(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun
     """
     rates = {plan: estimate_af_samples_per_s(job, plan) for plan in candidate_layouts(job, num_gpus)}
     plans = sorted(rates, key=lambda plan: -rates[plan])
-    # One at least, to show by how much nothing fits.
-    plans = [plan for plan in plans if rates[plan] > 0] or plans[:1]
-    runs = (run_on_plan(job, plan, name) for plan in plans)
-    return _best(runs, tries, f"{name}: no layout of {num_gpus} GPUs for a batch of {job.global_batch} samples")
+
+    def runs() -> Iterator[SystemRun]:
+        found = False
+        for plan in plans:
+            if found and rates[plan] == 0:
+                return
+            try:
+                yield run_on_plan(job, plan, name)
+                found = True
+            except ValueError:  # *fitted*, where even one micro-batch is too much
+                continue
+
+    return _best(runs(), tries, f"{name}: no layout of {num_gpus} GPUs for a batch of {job.global_batch} samples")
 
 
 def tuned(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun:
@@ -159,15 +168,19 @@ def tuned(job: Job, name: str, num_gpus: int, *, tries: int = 6) -> SystemRun:
     """
     times = {plan: estimate_s(job, plan) for plan in candidate_plans(job, num_gpus)}
     plans = sorted(times, key=lambda plan: times[plan])
-    plans = [plan for plan in plans if times[plan] < math.inf] or plans[:1]
     if name.startswith("dualpipe"):
-        plans = list(dict.fromkeys(replace(plan, chunks_a_rank=1) for plan in plans))
+        plans = [plan for plan in plans if plan.chunks_a_rank == 1]
 
     def runs() -> Iterator[SystemRun]:
+        found = False
         for plan in plans:
+            # What can't fit is tried only to show by how much.
+            if found and times[plan] == math.inf:
+                return
             try:
                 yield with_least_recompute(job, lambda job, plan=plan: BASELINES[name].run(job, plan))  # type: ignore[misc]
-            except ValueError:
+                found = True
+            except ValueError:  # numbers that do not divide
                 continue
 
     return _best(runs(), tries, f"{name}: no plan of {num_gpus} GPUs for a batch of {job.global_batch} samples")
