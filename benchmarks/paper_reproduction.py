@@ -63,12 +63,37 @@ PAPER_SWEEPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What is said of one run; the run itself is large."""
+
+    system: str
+    plan: str
+    tokens_per_s_per_gpu: float
+    exposed_share: float
+    exposed_s_per_token: float
+    """GPU-seconds that compute engines wait for payloads under way, a token."""
+    fits: bool
+
+
+def figures_of(run: SystemRun) -> Figures:
+    exposed = run.result.exposed_share
+    return Figures(
+        system=run.system,
+        plan=run.plan,
+        tokens_per_s_per_gpu=run.tokens_per_s_per_gpu,
+        exposed_share=exposed,
+        exposed_s_per_token=exposed * run.result.makespan_s * run.num_gpus / run.tokens,
+        fits=run.fits,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cell:
     """A model and a length under one set: AF-Pipe, the baselines as in the paper (EP 16), and tuned."""
 
-    af: SystemRun
-    paper_plan: Mapping[str, SystemRun]
-    tuned: Mapping[str, SystemRun]
+    af: Figures
+    paper_plan: Mapping[str, Figures]
+    tuned: Mapping[str, Figures]
     limited: bool
     """Whether memory is limited. Where a baseline does not fit as in the paper, it is not, for any system."""
 
@@ -76,35 +101,26 @@ class Cell:
         return f"{tokens // 1024}K{'' if self.limited else ' (no memory limit)'}"
 
 
-def exposed_s_per_token(run: SystemRun) -> float:
-    """GPU-seconds that compute engines wait for payloads under way, a token."""
-    return run.result.exposed_share * run.result.makespan_s * run.num_gpus / run.tokens
-
-
-def _as_in_paper(job: Job) -> dict[str, SystemRun]:
-    """Baselines on the paper's plan, recomputing as little as fits."""
-    return {
-        name: with_least_recompute(job, lambda j, name=name: BASELINES[name].run(j, paper_plan(name)))  # type: ignore[misc]
-        for name in BASELINES
-    }
+def run_as_in_paper(job: Job, name: str) -> SystemRun:
+    """A baseline on the paper's plan, recomputing as little as fits."""
+    return with_least_recompute(job, lambda job: BASELINES[name].run(job, paper_plan(name)))
 
 
 def run_cell(model: ModelShape, length: int, given: AssumptionSet, *, tries: int, with_tuned: bool) -> Cell:
     job = job_of(model, length, given.technology)
-    as_in_paper = _as_in_paper(job)
+    as_in_paper = {name: figures_of(run_as_in_paper(job, name)) for name in BASELINES}
     limited = all(run.fits for run in as_in_paper.values())
     if not limited:
         job = replace(job, cluster=roomy(job.cluster))
-        as_in_paper = _as_in_paper(job)
+        as_in_paper = {name: figures_of(run_as_in_paper(job, name)) for name in BASELINES}
     best = {}
-    if with_tuned:
-        for name, known in as_in_paper.items():
-            found = tuned(job, name, NUM_GPUS, tries=tries)
-            best[name] = max(known, found, key=lambda run: (run.fits, run.tokens_per_s_per_gpu))
-    return Cell(af=best_af(job, tries), paper_plan=as_in_paper, tuned=best, limited=limited)
+    for name, known in as_in_paper.items() if with_tuned else ():
+        found = figures_of(tuned(job, name, NUM_GPUS, tries=tries))
+        best[name] = max(known, found, key=lambda run: (run.fits, run.tokens_per_s_per_gpu))
+    return Cell(af=figures_of(best_af(job, tries)), paper_plan=as_in_paper, tuned=best, limited=limited)
 
 
-def ratios(cell: Cell, against: Mapping[str, SystemRun]) -> dict[str, float]:
+def ratios(cell: Cell, against: Mapping[str, Figures]) -> dict[str, float]:
     return {name: cell.af.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu for name, run in against.items()}
 
 
@@ -131,9 +147,9 @@ def ratio_section(given: AssumptionSet, cells: Cells) -> Iterator[str]:
         yield f"**{title}**\n\n{as_markdown(rows, header)}\n"
     rows = []
     for (model, length), cell in cells.items():
-        own = exposed_s_per_token(cell.af)
-        cuts = {name: 1 - own / exposed_s_per_token(cell.paper_plan[name]) for name in PAPER_CUTS}
-        row = [model, cell.length(length), f"{cell.af.result.exposed_share:.1%}"]
+        own = cell.af.exposed_s_per_token
+        cuts = {name: 1 - own / cell.paper_plan[name].exposed_s_per_token for name in PAPER_CUTS}
+        row = [model, cell.length(length), f"{cell.af.exposed_share:.1%}"]
         rows.append(row + [f"{cut:+.0%}" for cut in cuts.values()])
     header = ["model", "length", "exposed in AF-Pipe", *(f"cut vs {name}" for name in PAPER_CUTS)]
     yield f"**Cut of exposed communication** (GPU-seconds a token; baselines at EP 16)\n\n{as_markdown(rows, header)}\n"
@@ -166,7 +182,7 @@ def verdicts(results: Mapping[str, Cells]) -> Iterator[str]:
         add(
             f"exposed communication -{cut:.0%} vs {name}",
             lambda x, cut=cut: x >= cut - 0.05,  # type: ignore[misc]
-            lambda cell, name=name: 1 - exposed_s_per_token(cell.af) / exposed_s_per_token(cell.paper_plan[name]),  # type: ignore[misc]
+            lambda cell, name=name: 1 - cell.af.exposed_s_per_token / cell.paper_plan[name].exposed_s_per_token,  # type: ignore[misc]
             "{:.0%}",
         )
     yield (
@@ -197,9 +213,9 @@ def pictures(results: Mapping[str, Cells]) -> None:
     figure.tight_layout()
     figure.savefig(DOCS / "paper_ratios.png", dpi=110)
     pyplot.close(figure)
-    cell = next(iter(next(iter(results.values())).values()))
-    write_picture([cell.af, cell.paper_plan["megatron"], cell.paper_plan["comet"], cell.paper_plan["dualpipe"]],
-                  DOCS / "paper_timeline.png")  # fmt: skip
+    job = job_of(model_of("DeepSeek-MoE", True), LENGTHS[0], SETS[0].technology)
+    runs = [best_af(job, 2), *(run_as_in_paper(job, name) for name in ("megatron", "comet", "dualpipe"))]
+    write_picture(runs, DOCS / "paper_timeline.png")
 
 
 def document(results: Mapping[str, Cells], command: str) -> Iterator[str]:
@@ -247,7 +263,7 @@ DeepSeek-MoE at 4K, 64 A and 64 F workers. {PAPER_SWEEPS["virtual"]} Fewer, wide
 {sweep_virtual_stages(SETS[0])}
 """
     yield "\n" + intensity_section()
-    yield "\n## One step\n\nDeepSeek-MoE, shortest length, first set.\n\n![timeline](paper_timeline.png)\n"
+    yield "\n## One step\n\nDeepSeek-MoE at 4K, rows de-duplicated in all.\n\n![timeline](paper_timeline.png)\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from disagmoe.cluster import Cluster
 from disagmoe.config.cluster import load_cluster
@@ -107,7 +108,12 @@ def best_af(job: Job, tries: int) -> SystemRun:
     return max(runs, key=lambda run: (run.fits, run.tokens_per_s_per_gpu))
 
 
-def memory_mark(run: SystemRun) -> str:
+class Fits(Protocol):
+    @property
+    def fits(self) -> bool: ...
+
+
+def memory_mark(run: Fits) -> str:
     return "" if run.fits else " !"
 
 

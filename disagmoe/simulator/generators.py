@@ -59,7 +59,7 @@ def af_schedule(
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=12)
 def _make(
     layout: Layout,
     is_moe_layer: tuple[bool, ...],

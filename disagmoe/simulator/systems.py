@@ -176,7 +176,7 @@ def run_dual_pipe(job: Job, plan: EPPlan, *, from_both_ends: bool, options: Opti
     return _finish(job, plan, roofline, schedule, system, options)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=12)
 def _interleaved(ranks: int, chunks_a_rank: int, microbatches: int, is_moe_layer: tuple[bool, ...]) -> Schedule:
     """Orders depend on few numbers; many runs share them."""
     order = interleaved_1f1b(ranks, chunks_a_rank, microbatches)
@@ -185,7 +185,7 @@ def _interleaved(ranks: int, chunks_a_rank: int, microbatches: int, is_moe_layer
     return spell_out(order, stages, rank_of_chunk, name="interleaved", num_microbatches=microbatches)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=12)
 def _dual_pipe_v(ranks: int, microbatches: int, is_moe_layer: tuple[bool, ...]) -> Schedule:
     rank_of_chunk = tuple(v_rank(chunk, ranks) for chunk in range(2 * ranks))
     stages = cut_into_chunks(is_moe_layer, len(rank_of_chunk))

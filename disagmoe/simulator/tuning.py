@@ -192,14 +192,21 @@ def _memory_bytes(job: Job) -> float:
 
 def _best(runs: Iterator[SystemRun], tries: int, otherwise: str) -> SystemRun:
     """The fastest of the first `tries` runs that fit; where hardly any fits, the one that needs least memory."""
-    fitting: list[SystemRun] = []
-    others: list[SystemRun] = []
+    best: SystemRun | None = None
+    leanest: SystemRun | None = None
+    fitting = others = 0
     for run in runs:
-        (fitting if run.fits else others).append(run)
-        if len(fitting) == tries or len(others) == 5 * tries:
+        if run.fits:
+            fitting += 1
+            if best is None or run.tokens_per_s_per_gpu > best.tokens_per_s_per_gpu:
+                best = run
+        else:
+            others += 1
+            if leanest is None or run.peak_bytes < leanest.peak_bytes:
+                leanest = run
+        if fitting == tries or others == 5 * tries:
             break
-    if fitting:
-        return max(fitting, key=lambda run: run.tokens_per_s_per_gpu)
-    if not others:
+    found = best or leanest
+    if found is None:
         raise ValueError(f"{otherwise} comes out even")
-    return min(others, key=lambda run: run.peak_bytes)
+    return found
