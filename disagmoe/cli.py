@@ -81,6 +81,10 @@ def check(arguments: Sequence[str]) -> int:
         problems.append(folder)
     if problems:
         raise ConfigError(problems)
+    if not options.print_world_size:
+        from disagmoe.train import check_initial_weights
+
+        check_initial_weights(resolved)
 
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -12,6 +12,7 @@ FLOPs are those of matrix products, two a multiply-add, of a *forward* pass; a t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -91,6 +92,8 @@ class MoEShape:
     """Hidden size of the shared experts taken together; 0: none."""
     bias: bool = False
     """Biases in the router and in every expert."""
+    route_norm: bool = False
+    """The weights of a token's K experts are divided by their sum."""
 
     def router_params(self, dim: int) -> int:
         """D E (+ E)."""
@@ -178,6 +181,27 @@ class LayerShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeShape:
+    """Rotary embedding: frequencies theta^(-2i/C), stretched as in YaRN (arXiv 2309.00071) when `factor` is above 1."""
+
+    theta: float = 10000.0
+    factor: float = 1.0
+    """YaRN: by how much the context of `original_seq_len` tokens is stretched."""
+    original_seq_len: int = 4096
+    beta_fast: float = 32.0
+    """YaRN: dimensions that turn more often than this within the original context keep their frequency."""
+    beta_slow: float = 1.0
+    """YaRN: dimensions that turn less often than this are stretched in full."""
+    truncate: bool = True
+    """YaRN: the bounds between those dimensions are whole numbers."""
+
+    @property
+    def attention_factor(self) -> float:
+        """What YaRN multiplies queries and keys by: 0.1 ln(factor) + 1."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder: embedding V x D, layers, final norm, head D x V (not tied to the embedding)."""
 
@@ -186,6 +210,11 @@ class ModelShape:
     vocab_size: int
     layers: tuple[LayerShape, ...]
     max_seq_len: int
+    norm_eps: float = 1e-6
+    """Added to the mean square in every norm."""
+    rope: RopeShape = RopeShape()
+    init_std: float = 0.02
+    """Standard deviation of the initial weights, as far as the recipe has one for all."""
 
     @property
     def is_moe_layer(self) -> tuple[bool, ...]:

@@ -12,6 +12,7 @@ from disagmoe.config.checks import build_layout, check_config, describe_world_si
 from disagmoe.config.dump_folder import claim_dump_folder
 from disagmoe.config.errors import ConfigError, Problem
 from disagmoe.config.load import ResolvedConfig, load_config
+from disagmoe.config.recipe import load_recipe
 
 USAGE = "usage: python -m disagmoe.train --config-file=FILE [--section.key=value ...]"
 
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             resolved = load_config(config_file, overrides)
             check_config(resolved)
             _check_world_size(resolved)
+            check_initial_weights(resolved)
             if rank == 0:
                 stack.enter_context(claim_dump_folder(resolved))
         except ConfigError as error:
@@ -85,6 +87,20 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
         if position + 1 < len(rest):
             return rest[position + 1], rest[:position] + rest[position + 2 :]
     raise ConfigError([Problem(origin="command line", key="--config-file", rule="is missing", fix=USAGE)])
+
+
+def check_initial_weights(resolved: ResolvedConfig) -> None:
+    """Look for every tensor of the weights to start from.
+
+    Raises:
+        ConfigError: they are not this model's, with the tensors' names.
+    """
+    config = resolved.config
+    if config.checkpoint.initial_load_in_hf:
+        # Imported here: it brings torch along.
+        from disagmoe.hugging_face.source import open_weights
+
+        open_weights(load_recipe(config.recipe.name), config.recipe.flavor, config.checkpoint.initial_load_path)
 
 
 def _check_world_size(resolved: ResolvedConfig) -> None:

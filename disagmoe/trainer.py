@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from disagmoe.config.load import ResolvedConfig
-from disagmoe.config.recipe import load_recipe
+from disagmoe.config.recipe import Recipe, load_recipe
 from disagmoe.config.schema import Config
 from disagmoe.cost_profile import gather_profile
 from disagmoe.data import Batch, build_dataset
@@ -77,6 +77,8 @@ class Trainer:
             loss_fn=cross_entropy_loss,
             monitor=world.monitor,
         )
+        if config.checkpoint.initial_load_in_hf:
+            self._load_hugging_face(recipe)
         if after_init is not None:
             after_init(self.engine)
         self.optimizers = build_optimizers(config.optimizer, self.engine.modules)
@@ -160,6 +162,14 @@ class Trainer:
             with monitor.collective(f"step {step}, writing the timeline"):
                 self._write_timeline()
         return {metrics.STEP: step, **values}
+
+    def _load_hugging_face(self, recipe: Recipe) -> None:
+        """Start from published weights: every process reads what it holds."""
+        from disagmoe.hugging_face.load import load_hugging_face
+
+        config, status = self.config, self.world.monitor.status
+        path = config.checkpoint.initial_load_path
+        load_hugging_face(self.engine.modules, recipe, config.recipe.flavor, path, progress=status.write)
 
     def _check_same_data(self) -> None:
         """Compare what the processes read under one sample index. Collective.

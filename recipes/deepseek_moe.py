@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from disagmoe.config.hugging_face import HuggingFaceFormat
 from disagmoe.config.recipe import Recipe
 from disagmoe.shapes import AttentionShape, DenseFFNShape, LayerShape, ModelShape, MoEShape
 
@@ -23,10 +25,18 @@ def _shape(
     moe: MoEShape,
     vocab_size: int,
     seq: int,
+    init_std: float,
 ) -> ModelShape:
     first = LayerShape(attention=attention, ffn=DenseFFNShape(hidden_dim=dense_dim))
     rest = (LayerShape(attention=attention, ffn=moe),) * (num_layers - 1)
-    return ModelShape(name=name, dim=dim, vocab_size=vocab_size, layers=(first, *rest), max_seq_len=seq)
+    return ModelShape(
+        name=name,
+        dim=dim,
+        vocab_size=vocab_size,
+        layers=(first, *rest),
+        max_seq_len=seq,
+        init_std=init_std,
+    )
 
 
 def _16b(name: str, *, top_k: int, seq: int) -> ModelShape:
@@ -39,9 +49,12 @@ def _16b(name: str, *, top_k: int, seq: int) -> ModelShape:
         moe=MoEShape(num_experts=64, top_k=top_k, expert_dim=1408, shared_dim=2 * 1408),
         vocab_size=102400,
         seq=seq,
+        init_std=0.006,
     )
 
 
+# Initial weights as published for the 16B model; about 1 / (2 sqrt(dim)) for the small one, which learns much faster
+# with it.
 SHAPES = {
     "debug": _shape(
         "deepseek-moe-debug",
@@ -52,32 +65,32 @@ SHAPES = {
         moe=MoEShape(num_experts=8, top_k=2, expert_dim=64, shared_dim=2 * 64),
         vocab_size=260,
         seq=4096,
+        init_std=0.06,
     ),
     "16B": _16b("deepseek-moe-16B", top_k=6, seq=4096),
     "16B-top4": _16b("deepseek-moe-16B-top4", top_k=4, seq=32768),
 }
-# Published for the 16B model; about 1 / (2 sqrt(dim)) for the small one, which learns much faster with it.
-INIT_STD = {"debug": 0.06, "16B": 0.006, "16B-top4": 0.006}
 
 
-def build_config(flavor: str) -> Any:
-    """torchtitan's model config of a flavor, put together from its Qwen3 block (plain attention without norms)."""
+def build_config(shape: ModelShape) -> Any:
+    """torchtitan's model config of a size, put together from its Qwen3 block (plain attention without norms)."""
     from disagmoe.models.titan import prepare_torchtitan
 
     prepare_torchtitan()
 
     from torch import nn
-    from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
+    from torchtitan.models.common import Embedding, Linear, RMSNorm
     from torchtitan.models.common import config_utils as make
     from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 
-    shape = SHAPES[flavor]
+    from disagmoe.models.rope import make_rope
+
     dim = shape.dim
-    init = partial(nn.init.normal_, std=INIT_STD[flavor])
+    init = partial(nn.init.normal_, std=shape.init_std)
     weight = {"weight": init}
 
     def norm(size: int) -> Any:
-        return RMSNorm.Config(normalized_shape=size, eps=1e-6, param_init={"weight": nn.init.ones_})
+        return RMSNorm.Config(normalized_shape=size, eps=shape.norm_eps, param_init={"weight": nn.init.ones_})
 
     def ffn(hidden_dim: int) -> Any:
         return make.make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=weight, w2w3_param_init=weight)
@@ -91,7 +104,7 @@ def build_config(flavor: str) -> Any:
                 gate_param_init=weight,
                 top_k=moe.top_k,
                 score_func="softmax",
-                route_norm=False,
+                route_norm=moe.route_norm,
             ),
             routed_experts=make.make_routed_experts_config(
                 dim=dim,
@@ -101,7 +114,7 @@ def build_config(flavor: str) -> Any:
                 param_init={"w1_EFD": init, "w2_EDF": init, "w3_EFD": init},
                 comm_backend="standard",
             ),
-            shared_experts=ffn(moe.shared_dim),
+            shared_experts=ffn(moe.shared_dim) if moe.shared_dim else None,
         )
 
     def block(layer: LayerShape) -> Any:
@@ -117,7 +130,7 @@ def build_config(flavor: str) -> Any:
                 wo_param_init=weight,
                 fuse_qkv=True,
                 inner_attention=make.get_attention_config("flex"),
-                rope=CosSinRoPE.Config(dim=attn.head_dim, max_seq_len=shape.max_seq_len, theta=10000.0),
+                rope=make_rope(shape.rope, head_dim=attn.head_dim, max_seq_len=shape.max_seq_len, scaled=True),
             ),
             ffn_norm=norm(dim),
             feed_forward=ffn(layer.ffn.hidden_dim) if isinstance(layer.ffn, DenseFFNShape) else None,
@@ -134,4 +147,97 @@ def build_config(flavor: str) -> Any:
     )
 
 
-RECIPE = Recipe(name="deepseek_moe", shapes=SHAPES, build_config=build_config)
+def hf_config(shape: ModelShape) -> dict[str, Any]:
+    """What the model's published code calls these sizes."""
+    attn = shape.layers[0].attention
+    moe = next(layer.moe for layer in shape.layers if layer.is_moe)
+    dense = [layer.ffn.hidden_dim for layer in shape.layers if isinstance(layer.ffn, DenseFFNShape)]
+    return {
+        "hidden_size": shape.dim,
+        "vocab_size": shape.vocab_size,
+        "num_hidden_layers": len(shape.layers),
+        "num_attention_heads": attn.num_heads,
+        "num_key_value_heads": attn.num_kv_heads,
+        "attention_bias": False,
+        "first_k_dense_replace": len(dense),
+        "moe_layer_freq": 1,
+        **({"intermediate_size": dense[0]} if dense else {}),
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.expert_dim,
+        "n_shared_experts": moe.shared_dim // moe.expert_dim,
+        "norm_topk_prob": moe.route_norm,
+        "scoring_func": "softmax",
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+    }
+
+
+def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the published code takes for a field that is left out."""
+    return {
+        "num_key_value_heads": config.get("num_attention_heads"),
+        "attention_bias": False,
+        "first_k_dense_replace": 0,
+        "moe_layer_freq": 1,
+        "n_shared_experts": 0,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+    }
+
+
+def hf_shape(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """The sizes in a config.json; the published code has no head dimension but the hidden size's share."""
+    heads = config["num_attention_heads"]
+    attention = AttentionShape(
+        num_heads=heads, num_kv_heads=config["num_key_value_heads"], head_dim=config["hidden_size"] // heads
+    )
+    moe = MoEShape(
+        num_experts=config["n_routed_experts"],
+        top_k=config["num_experts_per_tok"],
+        expert_dim=config["moe_intermediate_size"],
+        shared_dim=config["n_shared_experts"] * config["moe_intermediate_size"],
+        route_norm=config["norm_topk_prob"],
+    )
+    num_dense = config["first_k_dense_replace"]
+    layers = tuple(
+        LayerShape(
+            attention=attention, ffn=DenseFFNShape(hidden_dim=config["intermediate_size"]) if i < num_dense else moe
+        )
+        for i in range(config["num_hidden_layers"])
+    )
+    return ModelShape(
+        name=name,
+        dim=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        layers=layers,
+        max_seq_len=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        init_std=config["initializer_range"],
+    )
+
+
+def hf_parameters(shape: ModelShape) -> Any:
+    """Where the published files keep each parameter."""
+    from disagmoe.models.state_dict.deepseek_moe import parameters
+
+    return parameters(shape)
+
+
+RECIPE = Recipe(
+    name="deepseek_moe",
+    shapes=SHAPES,
+    build_config=build_config,
+    hugging_face=HuggingFaceFormat(
+        model_type="deepseek",
+        architecture="DeepseekForCausalLM",
+        config_of=hf_config,
+        shape_of=hf_shape,
+        defaults=hf_defaults,
+        parameters=hf_parameters,
+        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+    ),
+)

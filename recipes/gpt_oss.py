@@ -5,11 +5,15 @@ Nothing at module level may import torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from disagmoe.config.hugging_face import HuggingFaceFormat
 from disagmoe.config.recipe import Recipe
-from disagmoe.shapes import AttentionShape, LayerShape, ModelShape, MoEShape
+from disagmoe.shapes import AttentionShape, LayerShape, ModelShape, MoEShape, RopeShape
+
+YARN = RopeShape(theta=150000.0, factor=32.0, original_seq_len=4096, truncate=False)
 
 
 def _shape(
@@ -30,7 +34,15 @@ def _shape(
     layers = tuple(
         LayerShape(attention=attention(window=window if i % 2 == 0 else None), ffn=moe) for i in range(num_layers)
     )
-    return ModelShape(name=name, dim=dim, vocab_size=vocab_size, layers=layers, max_seq_len=seq)
+    return ModelShape(
+        name=name,
+        dim=dim,
+        vocab_size=vocab_size,
+        layers=layers,
+        max_seq_len=seq,
+        norm_eps=1e-5,
+        rope=YARN,
+    )
 
 
 def _full_size(name: str, *, num_layers: int, num_experts: int) -> ModelShape:
@@ -40,7 +52,7 @@ def _full_size(name: str, *, num_layers: int, num_experts: int) -> ModelShape:
         num_layers=num_layers,
         heads=(64, 8, 64),
         window=128,
-        moe=MoEShape(num_experts=num_experts, top_k=4, expert_dim=2880, bias=True),
+        moe=MoEShape(num_experts=num_experts, top_k=4, expert_dim=2880, bias=True, route_norm=True),
         vocab_size=201088,
         seq=131072,
     )
@@ -53,7 +65,7 @@ SHAPES = {
         num_layers=6,
         heads=(4, 2, 16),
         window=32,
-        moe=MoEShape(num_experts=8, top_k=2, expert_dim=64, bias=True),
+        moe=MoEShape(num_experts=8, top_k=2, expert_dim=64, bias=True, route_norm=True),
         vocab_size=260,
         seq=4096,
     ),
@@ -62,14 +74,14 @@ SHAPES = {
 }
 
 
-def build_config(flavor: str) -> Any:
-    """torchtitan's model config of a flavor; weights start as in torchtitan's own GPT-OSS configs."""
+def build_config(shape: ModelShape) -> Any:
+    """torchtitan's model config of a size; weights start as in torchtitan's own GPT-OSS configs."""
     from disagmoe.models.titan import prepare_torchtitan
 
     prepare_torchtitan()
 
     from torch import nn
-    from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
+    from torchtitan.models.common import Embedding, Linear, RMSNorm
     from torchtitan.models.common import config_utils as make
     from torchtitan.models.common.attention import FusedQKVLinear
     from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
@@ -78,24 +90,18 @@ def build_config(flavor: str) -> Any:
     from torchtitan.models.gpt_oss.model import Attention, GptOssModel, GptOssTransformerBlock
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
 
-    shape = SHAPES[flavor]
+    from disagmoe.models.rope import make_rope
+
     dim = shape.dim
 
     def norm() -> Any:
-        return RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_})
+        return RMSNorm.Config(normalized_shape=dim, eps=shape.norm_eps, param_init={"weight": nn.init.ones_})
 
     def attention(attn: AttentionShape, init: Any) -> Any:
         linear = {"weight": init, "bias": nn.init.zeros_}
         wqkv = Linear.Config(in_features=dim, out_features=attn.qkv_dim, bias=True, param_init=linear)
-        rope = CosSinRoPE.Config(
-            dim=attn.head_dim,
-            max_seq_len=shape.max_seq_len,
-            theta=150000.0,
-            scaling="yarn",
-            rope_factor=32,
-            truncate=False,
-            original_seq_len=4096,
-        )
+        # The attention itself puts YaRN's factor into its softmax scale.
+        rope = make_rope(shape.rope, head_dim=attn.head_dim, max_seq_len=shape.max_seq_len, scaled=False)
         return Attention.Config(
             dim=dim,
             n_heads=attn.num_heads,
@@ -127,7 +133,7 @@ def build_config(flavor: str) -> Any:
                     gate_param_init={"weight": init, "bias": nn.init.zeros_},
                     top_k=moe.top_k,
                     score_func="softmax",
-                    route_norm=True,
+                    route_norm=moe.route_norm,
                     bias=True,
                 ),
                 routed_experts=RoutedExperts.Config(
@@ -158,4 +164,107 @@ def build_config(flavor: str) -> Any:
     )
 
 
-RECIPE = Recipe(name="gpt_oss", shapes=SHAPES, build_config=build_config)
+def hf_config(shape: ModelShape) -> dict[str, Any]:
+    """What transformers calls these sizes."""
+    attn, moe = shape.layers[0].attention, shape.layers[0].moe
+    windows = [layer.attention.window for layer in shape.layers]
+    window = next((window for window in windows if window is not None), None)
+    return {
+        "hidden_size": shape.dim,
+        "vocab_size": shape.vocab_size,
+        "num_hidden_layers": len(shape.layers),
+        "num_attention_heads": attn.num_heads,
+        "num_key_value_heads": attn.num_kv_heads,
+        "head_dim": attn.head_dim,
+        "attention_bias": True,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        **({} if window is None else {"sliding_window": window}),
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.expert_dim,
+        "hidden_act": "silu",
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": shape.norm_eps,
+    }
+
+
+def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers takes for a field that is left out."""
+    num_layers = config.get("num_hidden_layers", 0)
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": YARN.theta,
+        "factor": YARN.factor,
+        "original_max_position_embeddings": YARN.original_seq_len,
+        "truncate": YARN.truncate,
+    }
+    return {
+        **({} if config.get("rope_scaling") else {"rope_parameters": yarn}),
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)],
+        "hidden_act": "silu",
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+    }
+
+
+def hf_shape(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """The sizes in a config.json."""
+    attention = partial(
+        AttentionShape,
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        bias=True,
+        sinks=True,
+    )
+    moe = MoEShape(
+        num_experts=config["num_local_experts"],
+        top_k=config["num_experts_per_tok"],
+        expert_dim=config["intermediate_size"],
+        bias=True,
+        route_norm=True,
+    )
+    layers = tuple(
+        LayerShape(
+            attention=attention(window=config["sliding_window"] if kind == "sliding_attention" else None), ffn=moe
+        )
+        for kind in config["layer_types"]
+    )
+    return ModelShape(
+        name=name,
+        dim=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        layers=layers,
+        max_seq_len=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        init_std=config["initializer_range"],
+    )
+
+
+def hf_parameters(shape: ModelShape) -> Any:
+    """Where transformers keeps each parameter."""
+    from disagmoe.models.state_dict.gpt_oss import parameters
+
+    return parameters(shape)
+
+
+RECIPE = Recipe(
+    name="gpt_oss",
+    shapes=SHAPES,
+    build_config=build_config,
+    hugging_face=HuggingFaceFormat(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        config_of=hf_config,
+        shape_of=hf_shape,
+        defaults=hf_defaults,
+        aliases={"num_experts": "num_local_experts"},
+        parameters=hf_parameters,
+    ),
+)

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from disagmoe.config.errors import ConfigError, Problem, did_you_mean, nearest
+from disagmoe.config.hugging_face import find_contradictions
 from disagmoe.config.launch import Launch
 from disagmoe.config.load import ResolvedConfig
-from disagmoe.config.recipe import load_recipe
+from disagmoe.config.recipe import Recipe, load_recipe
 from disagmoe.config.schema import Config
 from disagmoe.layout import Layout, build_stages
 from disagmoe.shapes import ModelShape
@@ -53,8 +54,12 @@ def find_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     """Everything that keeps a configuration from being run."""
     config = resolved.config
     recipe = load_recipe(config.recipe.name)
-    shape = recipe.shapes.get(config.recipe.flavor)
-    if shape is None:
+    shape = None
+    try:
+        shape = recipe.shape(config.recipe.flavor)
+    except ConfigError as error:
+        yield from error.problems
+    except ValueError:
         rule = f"recipes/{config.recipe.name}.py has no such flavor"
         yield resolved.problem("recipe.flavor", rule, fix=did_you_mean(config.recipe.flavor, recipe.shapes))
     else:
@@ -68,6 +73,7 @@ def find_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
         yield resolved.problem("metrics.profile_costs", rule, fix='leave it out, or set parallelism.mode = "disagmoe"')
     yield from _batch_problems(resolved)
     yield from _comm_problems(resolved)
+    yield from _initial_load_problems(resolved, recipe, shape)
     yield from _source_problems(resolved)
     yield from _tokenizer_problems(resolved, shape)
 
@@ -143,6 +149,33 @@ def _comm_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     if comm.strict_order and comm.backend == "nccl":
         rule = "is for gloo: NCCL has no tags, so its order is always strict"
         yield resolved.problem("comm.strict_order", rule, fix="leave it out")
+
+
+def _initial_load_problems(resolved: ResolvedConfig, recipe: Recipe, shape: ModelShape | None) -> Iterator[Problem]:
+    """Whether the weights to start from are of this model, by their config.json; tensors are looked at later."""
+    part = resolved.config.checkpoint
+    if not part.initial_load_in_hf:
+        if part.initial_load_path:
+            rule = "is read only with checkpoint.initial_load_in_hf = true"
+            yield resolved.problem("checkpoint.initial_load_path", rule, fix="set it, or leave this out")
+        return
+    if not part.initial_load_path:
+        rule = "needs checkpoint.initial_load_path"
+        yield resolved.problem("checkpoint.initial_load_in_hf", rule, fix="set it to the folder of the weights")
+    elif recipe.hugging_face is None:
+        rule = f"recipes/{recipe.name}.py does not say how its weights are published"
+        yield resolved.problem("checkpoint.initial_load_in_hf", rule, fix="leave it out")
+    elif shape is not None:
+        try:
+            yield from find_contradictions(
+                recipe.hugging_face,
+                shape,
+                part.initial_load_path,
+                recipe=recipe.name,
+                flavor=resolved.config.recipe.flavor,
+            )
+        except ConfigError as error:
+            yield from error.problems
 
 
 def looks_like_path(source: str) -> bool:
@@ -237,6 +270,11 @@ def find_warnings(resolved: ResolvedConfig) -> Iterator[str]:
             held = [sum(s.role.letter == role and s.group == g for s in stages) for g in range(depth)]
             if max(held) >= 2 * min(held):
                 yield f"{role}-groups hold {' / '.join(map(str, held))} stages: the largest one sets the pace"
+    if config.checkpoint.initial_load_in_hf and training.load_balance_coeff:
+        yield (
+            f"training.load_balance_coeff = {training.load_balance_coeff}: router biases will move away from zero, and "
+            f"published weights can't hold them; set it to 0 if the result is to be exported unchanged"
+        )
     if schedule.warmup_steps > training.steps:
         yield (
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is more than training.steps = {training.steps}: the "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from disagmoe.config.hugging_face import HuggingFaceFormat, is_config_path, shape_from
 from disagmoe.shapes import ModelShape
 
 
@@ -20,17 +21,24 @@ class Recipe:
     """As written in `[recipe] name`: the file's name without `.py`."""
     shapes: Mapping[str, ModelShape]
     """The model as numbers, by flavor."""
-    build_config: Callable[[str], Any]
-    """Flavor -> torchtitan `Decoder.Config`. Imports torchtitan only when called."""
+    build_config: Callable[[ModelShape], Any]
+    """Sizes -> torchtitan `Decoder.Config`. Imports torchtitan only when called."""
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Configuration defaults, by section and key, where this family differs from the schema's."""
+    hugging_face: HuggingFaceFormat | None = None
+    """How this family's published weights look; None: they can't be imported or exported."""
 
     def shape(self, flavor: str) -> ModelShape:
         """The model as numbers.
 
+        Args:
+            flavor: a name in `shapes`, or the path of a config.json or of a folder that has one.
         Raises:
-            ValueError: the recipe has no such flavor.
+            ValueError: the recipe has no such flavor; a `ConfigError` if a config.json can't be used.
         """
+        if flavor not in self.shapes and self.hugging_face is not None and is_config_path(flavor):
+            like = next(iter(self.shapes.values()))
+            return shape_from(self.hugging_face, flavor, recipe=self.name, like=like)
         if flavor not in self.shapes:
             known = ", ".join(f'"{name}"' for name in self.shapes)
             raise ValueError(f'[recipe] flavor = "{flavor}": recipe "{self.name}" has {known}')
@@ -42,8 +50,7 @@ class Recipe:
         Raises:
             ValueError: the recipe has no such flavor.
         """
-        self.shape(flavor)
-        return self.build_config(flavor)
+        return self.build_config(self.shape(flavor))
 
 
 def recipe_names() -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class RecipeConfig:
     name: str
     """A file in `recipes/`, without `.py`."""
     flavor: str = "debug"
-    """One of the recipe's model sizes."""
+    """One of the recipe's model sizes, or the path of a model's config.json (or of its folder) as published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +167,14 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    initial_load_in_hf: bool = False
+    """Start from published Hugging Face weights in `initial_load_path`, whatever the layout."""
+    initial_load_path: str = ""
+    """Folder with config.json and safetensors files, seen by all nodes: each worker reads only what it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     log_freq: Count = 1
     """Steps between lines on the console and in the event files."""
@@ -197,6 +205,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     dump_folder: str = ""

@@ -34,7 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "world": {*BELOW_TRAINER, "api", "engine"},
     "step_report": {*BELOW_TRAINER, "engine", "world"},
     "cost_profile": {*BELOW_TRAINER, "simulator.profile", "check"},
-    "trainer": {*BELOW_TRAINER, "trace", "optimizer", "engine", "world", "step_report", "cost_profile"},
+    "hugging_face": {"shapes", "config", "models"},
+    "trainer": {
+        *BELOW_TRAINER, "trace", "optimizer", "engine", "world", "step_report", "cost_profile", "hugging_face.load"
+    },
     "check": {"shapes", "cluster", "layout", "schedules", "simulator", "config"},
     "simulate_cli": {"shapes", "cluster", "layout", "trace", "schedules", "simulator", "config", "check"},
     "cli": {"*"},

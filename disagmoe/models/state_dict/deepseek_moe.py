@@ -1,0 +1,27 @@
+"""DeepSeek-MoE 16B as published, under the names of the code beside its weights (DeepseekForCausalLM).
+
+Rotary embeddings turn halves of a head there, as in torchtitan's CosSinRoPE: no permutation (DeepSeek-V2 and later
+interleave).
+"""
+
+from __future__ import annotations
+
+from disagmoe.models.state_dict.maps import ParameterMap, gated, gated_experts, trunk, whole
+from disagmoe.shapes import DenseFFNShape, ModelShape
+
+
+def parameters(shape: ModelShape) -> list[ParameterMap]:
+    """Every parameter of the unsplit model."""
+    found = list(trunk(shape))
+    for i, layer in enumerate(shape.layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}.mlp"
+        if isinstance(layer.ffn, DenseFFNShape):
+            found += gated(f"{ours}.feed_forward", theirs, shape.dim, layer.ffn.hidden_dim)
+            continue
+        moe = layer.ffn
+        experts = f"{ours}.moe.routed_experts.inner_experts"
+        found.append(whole(f"{ours}.moe.router.gate.weight", (moe.num_experts, shape.dim), f"{theirs}.gate.weight"))
+        found += gated_experts(experts, f"{theirs}.experts", shape.dim, moe.expert_dim, moe.num_experts)
+        if moe.shared_dim:
+            found += gated(f"{ours}.moe.shared_experts", f"{theirs}.shared_experts", shape.dim, moe.shared_dim)
+    return found
