@@ -64,6 +64,7 @@ def check(arguments: Sequence[str]) -> int:
 
     # Imported here, so that other commands and --help are not kept waiting.
     from disagmoe.check import make_plan, report
+    from disagmoe.checkpoint.resume import find_resume_problems
     from disagmoe.config.checks import find_launch_problems
     from disagmoe.config.dump_folder import find_folder_problem
     from disagmoe.config.launch import local_processes, read_launch
@@ -79,6 +80,8 @@ def check(arguments: Sequence[str]) -> int:
     folder = find_folder_problem(resolved) if not options.print_world_size and launch.node_rank == 0 else None
     if folder is not None and options.launch:
         problems.append(folder)
+    if options.launch and launch.node_rank == 0:
+        problems += find_resume_problems(resolved)
     if problems:
         raise ConfigError(problems)
     if not options.print_world_size:

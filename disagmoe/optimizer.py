@@ -41,3 +41,13 @@ def build_lr_schedulers(config: LRSchedulerConfig, optimizers: Optimizers, steps
         decay_type=config.decay_type,
         min_lr_factor=config.min_lr_factor,
     ).build(optimizers=optimizers, training_steps=steps)
+
+
+def set_schedule_step(lr_schedulers: LRSchedulersContainer, step: int) -> None:
+    """Go to where the schedules are after `step` optimizer steps: they are functions of the step alone."""
+    for scheduler in lr_schedulers.schedulers:
+        scheduler.last_epoch = step
+        rates = [base * f(step) for base, f in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates

@@ -75,8 +75,15 @@ def gather_workers(
     step_time_s: float,
     sent_bytes: int,
     device: torch.device,
-) -> dict[str, float]:
-    """Loss of the whole step, the slowest worker's step time, and the role metrics. Collective."""
+    stop: bool = False,
+) -> tuple[dict[str, float], bool]:
+    """Loss of the whole step, the slowest worker's step time, and the role metrics. Collective.
+
+    Args:
+        stop: Whether this process has been asked to stop.
+
+    Returns: the values, and whether any process has been asked to stop, on which all agree by this.
+    """
     clock = engine.clock
     clock.settle()
     own = torch.tensor(
@@ -88,6 +95,7 @@ def gather_workers(
             clock.idle_s,
             float(sent_bytes),
             float(peak_memory_bytes(device)),
+            float(stop),
         ],
         dtype=torch.float64,
     )
@@ -106,4 +114,4 @@ def gather_workers(
             ranks = [r for r in range(world_size) if any(w.role is role for w in layout.workers_on(r))]
         per_worker = {key: table[ranks, 2 + i].tolist() for i, key in enumerate(_PER_WORKER)}
         values |= metrics.role_metrics(role, per_worker)
-    return values
+    return values, bool(table[:, -1].any())

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from disagmoe.checkpoint.resume import find_resume_problems
 from disagmoe.config.checks import build_layout, check_config, describe_world_size
 from disagmoe.config.dump_folder import claim_dump_folder
 from disagmoe.config.errors import ConfigError, Problem
@@ -35,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_world_size(resolved)
             check_initial_weights(resolved)
             if rank == 0:
+                problems = list(find_resume_problems(resolved))
+                if problems:
+                    raise ConfigError(problems)
                 stack.enter_context(claim_dump_folder(resolved))
         except ConfigError as error:
             if os.environ["LOCAL_RANK"] == "0":  # the same on all processes of a node

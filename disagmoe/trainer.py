@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from disagmoe.checkpoint.checkpointer import Checkpointer, Position
+from disagmoe.checkpoint.resume import find_checkpoint_to_continue
+from disagmoe.checkpoint.state import LocalState
 from disagmoe.config.load import ResolvedConfig
 from disagmoe.config.recipe import Recipe, load_recipe
 from disagmoe.config.schema import Config
@@ -19,7 +22,7 @@ from disagmoe.engine import DisagEngine, Engine, PlainEngine
 from disagmoe.layout import Role, owned_samples
 from disagmoe.observability import Event, MetricsLogger, metrics, write_chrome_trace
 from disagmoe.observability.memory import reset_peak_memory
-from disagmoe.optimizer import build_lr_schedulers, build_optimizers
+from disagmoe.optimizer import build_lr_schedulers, build_optimizers, set_schedule_step
 from disagmoe.parallelisms.clock import CostSamples
 from disagmoe.parallelisms.gradients import update_router_bias
 from disagmoe.parallelisms.stage import MicrobatchInput
@@ -77,7 +80,7 @@ class Trainer:
             loss_fn=cross_entropy_loss,
             monitor=world.monitor,
         )
-        if config.checkpoint.initial_load_in_hf:
+        if config.checkpoint.initial_load_in_hf and not find_checkpoint_to_continue(config):
             self._load_hugging_face(recipe)
         if after_init is not None:
             after_init(self.engine)
@@ -93,7 +96,7 @@ class Trainer:
             if self.engine.owns_samples
             else None
         )
-        self._check_same_data()
+        fingerprint = self._check_same_data()
         self._folder = folder
         self.logger = MetricsLogger(
             folder or Path("."),
@@ -104,11 +107,39 @@ class Trainer:
         )
         self.history: list[dict[str, Any]] = []
         """What each step reported."""
+        self.position = Position()
+        self._stop = False
+        self.checkpointer: Checkpointer | None = None
+        if config.checkpoint.enable:
+            self.checkpointer = Checkpointer(
+                config=config,
+                world=world,
+                local=LocalState(self.engine, self.optimizers),
+                fingerprint=fingerprint,
+                say=self.logger.say,
+            )
+            self.position = self.checkpointer.restore()
+            set_schedule_step(self.lr_schedulers, self.position.step)
+        self._first_step = self.position.step + 1
 
     def run(self, num_steps: int | None = None) -> None:
-        """Train from the first step; `num_steps` ends early (schedules still span `[training] steps`)."""
-        for step in range(1, (num_steps or self.config.training.steps) + 1):
+        """Train from where the run stands; `num_steps` or `[training] stop_after` ends early (schedules still span
+        `[training] steps`), and so does a request to stop (see `Monitor.accept_stop`)."""
+        training = self.config.training
+        last_step = num_steps or training.stop_after or training.steps
+        if self.checkpointer is not None:
+            self.world.monitor.accept_stop(self.config.checkpoint.grace_s)
+        if self._first_step > last_step:
+            self.logger.say(f"nothing to do: step {self.position.step} has been made, and the last is {last_step}")
+        for step in range(self._first_step, last_step + 1):
             self.history.append(self.train_step(step))
+            next_sample = self.position.next_sample + training.global_batch_size
+            self.position = Position(step=step, next_sample=next_sample)
+            if self.checkpointer is not None:
+                self.checkpointer.after_step(self.position, last=self._stop or step == last_step)
+            if self._stop:
+                self.logger.say(f"stopping after step {step}, as asked")
+                break
         self.logger.close()
 
     def write_profile(self, resolved: ResolvedConfig) -> None:
@@ -122,6 +153,8 @@ class Trainer:
 
     def close(self) -> None:
         """Free what the engine holds. Collective."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
         self.engine.close()
 
     def train_step(self, step: int) -> dict[str, Any]:
@@ -130,12 +163,12 @@ class Trainer:
         start_s, sent_before = time.monotonic(), engine.sent_bytes
         clock.reset()
         clock.recording = step == config.metrics.timeline_step and self._folder is not None
-        if config.metrics.profile_costs and step == min(3, config.training.steps):
+        if config.metrics.profile_costs and step == min(self._first_step + 2, config.training.steps):
             clock.samples = CostSamples()
         reset_peak_memory(self.world.device)
         monitor = self.world.monitor
         monitor.status.write(f"step {step}, reading data")
-        inputs, num_valid = self._inputs(step)
+        inputs, num_valid = self._inputs()
         with monitor.collective(f"step {step}, counting tokens"):
             valid_tokens = self._sum(num_valid)
 
@@ -171,14 +204,16 @@ class Trainer:
         path = config.checkpoint.initial_load_path
         load_hugging_face(self.engine.modules, recipe, config.recipe.flavor, path, progress=status.write)
 
-    def _check_same_data(self) -> None:
+    def _check_same_data(self) -> str:
         """Compare what the processes read under one sample index. Collective.
+
+        Returns: the data's fingerprint.
 
         Raises:
             ValueError: it is not the same.
         """
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return
+        if self._data is not None and self.world.layout.world_size == 1:
+            return self._data.fingerprint
         everyone: list[str | None] = [None] * dist.get_world_size()
         with self.world.monitor.collective("comparing the data"):
             dist.all_gather_object(everyone, None if self._data is None else self._data.fingerprint)
@@ -190,13 +225,14 @@ class Trainer:
                     f'[data] source = "{self.config.data.source}": ranks {first} and {rank} read different data '
                     f"({readers[first]}; {text}); copy the same files to every node (python-stdlib: the same Python)"
                 )
+        return readers[first]
 
-    def _inputs(self, step: int) -> tuple[list[MicrobatchInput], int]:
+    def _inputs(self) -> tuple[list[MicrobatchInput], int]:
         """This process's slices of the step's micro-batches, and its share of the step's valid tokens."""
         inputs: list[MicrobatchInput] = []
         num_valid = 0
         if self._data is not None:
-            first = (step - 1) * self.config.training.global_batch_size
+            first = self.position.next_sample
             for owned in self._owned():
                 batch = self._data.batch([first + i for i in owned])
                 inputs.append(self._microbatch(batch))
@@ -245,13 +281,15 @@ class Trainer:
         lr: float,
     ) -> dict[str, Any]:
         disaggregated = self.config.parallelism.mode != "none"
-        values: dict[str, Any] = gather_workers(
+        values: dict[str, Any]
+        values, self._stop = gather_workers(
             self.engine,
             layout=self.world.layout if disaggregated else None,
             loss=loss,
             step_time_s=time.monotonic() - start_s,
             sent_bytes=self.engine.sent_bytes - sent_before,
             device=self.world.device,
+            stop=self.world.monitor.stop_requested,
         )
         training = self.config.training
         tokens = training.global_batch_size * training.seq_len

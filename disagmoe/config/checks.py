@@ -74,6 +74,7 @@ def find_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     yield from _batch_problems(resolved)
     yield from _comm_problems(resolved)
     yield from _initial_load_problems(resolved, recipe, shape)
+    yield from _checkpoint_problems(resolved)
     yield from _source_problems(resolved)
     yield from _tokenizer_problems(resolved, shape)
 
@@ -178,6 +179,29 @@ def _initial_load_problems(resolved: ResolvedConfig, recipe: Recipe, shape: Mode
             yield from error.problems
 
 
+def resume_step(config: Config) -> int | None:
+    """The step that `[checkpoint] resume` asks for, written as a number or as text; None for `auto` and `none`."""
+    resume = config.checkpoint.resume
+    if isinstance(resume, int):
+        return resume
+    return int(resume) if resume.isdecimal() else None
+
+
+def _checkpoint_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
+    config = resolved.config
+    resume, step = config.checkpoint.resume, resume_step(config)
+    if step == 0 or (step is None and resume not in ("auto", "none")):
+        near = nearest(resume, ("auto", "none")) if isinstance(resume, str) else None
+        fix = f'did you mean "{near}"?' if near else ""
+        yield resolved.problem("checkpoint.resume", 'must be "auto", "none" or a step, at least 1', fix=fix)
+    elif step is not None and not config.checkpoint.enable:
+        yield resolved.problem("checkpoint.resume", "needs checkpoint.enable = true", fix="set it, or leave this out")
+    if not config.checkpoint.folder.strip():
+        yield resolved.problem("checkpoint.folder", "must be the name of a folder", fix='e.g. "checkpoints"')
+    if config.training.stop_after > config.training.steps:
+        yield resolved.problem("training.stop_after", f"must be at most training.steps = {config.training.steps}")
+
+
 def looks_like_path(source: str) -> bool:
     """Whether `[data] source` means a file or folder rather than a Hugging Face dataset."""
     return source.startswith(("/", ".", "~")) or source.endswith((*DATA_SUFFIXES, "/"))
@@ -274,6 +298,11 @@ def find_warnings(resolved: ResolvedConfig) -> Iterator[str]:
         yield (
             f"training.load_balance_coeff = {training.load_balance_coeff}: router biases will move away from zero, and "
             f"published weights can't hold them; set it to 0 if the result is to be exported unchanged"
+        )
+    if training.stop_after and not config.checkpoint.enable:
+        yield (
+            f"training.stop_after = {training.stop_after}: what is trained until then is lost without "
+            f"checkpoint.enable = true"
         )
     if schedule.warmup_steps > training.steps:
         yield (

@@ -1,8 +1,9 @@
 """The folder that a run writes into: claimed by one run at a time, never overwritten by another.
 
 A folder that is missing or empty is used. One that holds anything belongs to an earlier run (or is not a run's at all)
-and is refused. A running run holds a lock on `.lock`, which the system gives back when the process ends, however it
-ends; the file says who holds it.
+and is refused, unless that run has a folder of checkpoints and this one continues it: then what is there is added to,
+and an earlier `config.toml` is kept as `config.1.toml` and so on. A running run holds a lock on `.lock`, which the
+system gives back when the process ends, however it ends; the file says who holds it.
 """
 
 from __future__ import annotations
@@ -43,10 +44,32 @@ def find_folder_problem(resolved: ResolvedConfig) -> Problem | None:
         return resolved.problem(_KEY, f"is being written by a run that is still going ({holder})", fix=instead)
     if not [p for p in folder.iterdir() if p.name != LOCK_NAME]:
         return None
+    if _continues(resolved, folder):
+        return None
     if (folder / CONFIG_NAME).exists():
-        fix = f"{instead}; to do this one anew, remove it first: rm -r {folder}"
+        part = resolved.config.checkpoint
+        saved = part.resume == "none" and (folder / part.folder).is_dir()
+        go_on = "; to continue it, add --checkpoint.resume=auto" if part.enable and saved else ""
+        fix = f"{instead}{go_on}; to do this one anew, remove it first: rm -r {folder}"
         return resolved.problem(_KEY, "holds an earlier run, which is never overwritten", fix=fix)
     return resolved.problem(_KEY, "holds files that are not a run's; a run wants a folder of its own", fix=instead)
+
+
+def _continues(resolved: ResolvedConfig, folder: Path) -> bool:
+    """Whether the folder is of a run that this one goes on with."""
+    part = resolved.config.checkpoint
+    return part.enable and part.resume != "none" and (folder / part.folder).is_dir() and (folder / CONFIG_NAME).exists()
+
+
+def _keep_config(folder: Path) -> None:
+    """Set an earlier run's resolved configuration aside."""
+    if not (folder / CONFIG_NAME).exists():
+        return
+    stem, suffix = CONFIG_NAME.split(".")
+    number = 1
+    while (folder / f"{stem}.{number}.{suffix}").exists():
+        number += 1
+    os.rename(folder / CONFIG_NAME, folder / f"{stem}.{number}.{suffix}")
 
 
 def _free_name(folder: Path) -> Path:
@@ -78,6 +101,7 @@ def claim_dump_folder(resolved: ResolvedConfig) -> Iterator[Path]:
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         file.flush()
+        _keep_config(folder)
         write_resolved(folder / CONFIG_NAME, resolved)
         try:
             yield folder

@@ -118,6 +118,8 @@ class CommConfig:
 class TrainingConfig:
     steps: Count = 100
     """Optimizer steps."""
+    stop_after: CountOrZero = 0
+    """End after this step, with a checkpoint where those are on; schedules still span `steps`. 0: train to the end."""
     seq_len: Count = 128
     """Tokens a sample."""
     global_batch_size: Count = 16
@@ -172,6 +174,25 @@ class CheckpointConfig:
     """Start from published Hugging Face weights in `initial_load_path`, whatever the layout."""
     initial_load_path: str = ""
     """Folder with config.json and safetensors files, seen by all nodes: each worker reads only what it holds."""
+    enable: bool = False
+    """Save checkpoints, and continue from them as `resume` says."""
+    folder: str = "checkpoints"
+    """Where they are, relative to the dump folder: of this run alone, on a file system that all nodes see."""
+    interval: Count = 500
+    """Optimizer steps between checkpoints. The last step, and a stop on request, make one too."""
+    keep_latest_k: CountOrZero = 10
+    """Complete checkpoints to keep; older ones are removed once a new one is complete. 0: keep all."""
+    async_mode: Literal["disabled", "async"] = "async"
+    """`async`: training waits only while its state is copied to host memory, and goes on while that is written."""
+    resume: str | Count = "auto"
+    """`auto`: from the newest complete checkpoint, from the start where there is none; a step number: from that one or
+    not at all; `none`: from the start, in a folder without an earlier run."""
+    on_save_failure: Literal["stop", "continue"] = "stop"
+    """What training does when a checkpoint can't be written (disk full, no permission): end with an error, or say so
+    and go on. What was saved before stays either way."""
+    grace_s: Positive = 25.0
+    """After SIGTERM or SIGUSR1 the run ends at the end of the step, with a checkpoint; if that takes longer than this,
+    at once and without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,6 +84,13 @@ class MetricsLogger:
             self._write_events(step, plain)
             self._write_line(plain)
 
+    def say(self, text: str) -> None:
+        """Show a line that is not a step's on the console."""
+        if self._enabled:
+            stream = self._stream or sys.stdout
+            stream.write(text + "\n")
+            stream.flush()
+
     def close(self) -> None:
         """Finish the files. Safe to call twice."""
         if self._file is not None:
@@ -95,7 +102,7 @@ class MetricsLogger:
     def _open(self, first_step: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "metrics.jsonl"
-        drop_steps_from(path, first_step)
+        set_steps_aside(path, first_step)
         self._file = path.open("a", encoding="utf-8")
         if self._tensorboard:
             folder = self._folder / "tb"
@@ -119,17 +126,23 @@ class MetricsLogger:
         stream.flush()
 
 
-def drop_steps_from(path: Path, first_step: int) -> None:
-    """Remove `first_step` and later steps from a metrics.jsonl, and a last line that a kill left unfinished."""
+def set_steps_aside(path: Path, first_step: int) -> None:
+    """Move `first_step` and later steps out of a metrics.jsonl: a run that continues writes them anew.
+
+    They are added to `metrics.superseded.jsonl`. A last line that a kill left unfinished is dropped.
+    """
     if not path.is_file():
         return
-    kept = []
+    kept: list[str] = []
+    aside: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)[m.STEP] < first_step:
-                kept.append(line + "\n")
+            (kept if json.loads(line)[m.STEP] < first_step else aside).append(line + "\n")
         except ValueError:
             continue
+    if aside:  # before they are gone from the other file
+        with path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(aside)
     partial = path.with_name(path.name + ".part")
     partial.write_text("".join(kept), encoding="utf-8")
     os.replace(partial, path)

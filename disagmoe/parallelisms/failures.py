@@ -40,7 +40,9 @@ _STORE_ANSWER_S = 3.0
 _REASON_CHARS = 2000
 _DONE_KEY = "disagmoe/done"
 _LEFT_KEY = "disagmoe/left"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+"""Of these, the ones that schedulers announce a run's end by."""
 _ENDED = "ended after: "
 """Begins the last status of a worker that ended because of a notice, which follows: known even without the store."""
 _GONE = "its process is gone (killed, or crashed without a word)"
@@ -81,6 +83,8 @@ class Monitor:
         self._in_collective: tuple[str, float] | None = None
         self._stop = threading.Event()
         self._signal = 0
+        self._grace_s: float | None = None
+        self._request: tuple[int, float] | None = None
         self._old_handlers: dict[int, Callable[..., object] | int | None] = {}
         # A byte here wakes the guard; signals write theirs even while the main thread is inside a collective.
         self._wake_in, self._wake_out = socket.socketpair()
@@ -250,6 +254,16 @@ class Monitor:
                 self._old_handlers[number] = signal.signal(number, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
 
+    def accept_stop(self, grace_s: float) -> None:
+        """From now on SIGTERM and SIGUSR1 only set `stop_requested`, and end this process when it still runs after
+        `grace_s` seconds. While a worker has failed, they end it as ever."""
+        self._grace_s = grace_s
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this process has been asked to stop at the end of a step."""
+        return self._request is not None
+
     def let_others_read(self) -> None:
         """Before this process ends after a failure: if it hosts the store, the others learn of the notice there."""
         if self.rank == 0 and self._launcher is None and self._layout.world_size > 1:
@@ -299,7 +313,7 @@ class Monitor:
             try:
                 if select([self._wake_in], [], [], POLL_S)[0]:
                     received = self._wake_in.recv(64)
-                    self._signal = next((n for n in received if n in _SIGNALS), self._signal)
+                    self._take_signals(received)
                 if self._stop.is_set():
                     return
                 now = time.monotonic()
@@ -315,6 +329,20 @@ class Monitor:
                 if not self._stop.is_set():
                     traceback.print_exc()
                     time.sleep(POLL_S)
+
+    def _take_signals(self, received: bytes) -> None:
+        for number in received:
+            if number in _REQUESTS and self._grace_s is not None and not self._finishing:
+                # A launcher sends the same when a worker has failed: that may be known by now.
+                if self._notice is None:
+                    self._heart.look_now(_STORE_ANSWER_S)
+                if self._notice is None:
+                    self._look(time.monotonic())
+                if self._notice is None:
+                    self._request = self._request or (number, time.monotonic())
+                    continue
+            if number in _SIGNALS:
+                self._signal = number
 
     def _look(self, now: float) -> None:
         gone = [rank for rank, pid in list(self._heart.pid_of_rank.items()) if not is_alive(pid)]
@@ -366,6 +394,10 @@ class Monitor:
     def _maybe_exit(self) -> None:
         if not self._own_exit:
             return
+        if self._request is not None and self._notice is None and not self._finishing:
+            number, since_s = self._request
+            if time.monotonic() - since_s > (self._grace_s or 0.0):
+                self._signal = number
         if self._signal and self._notice is None:
             # Launchers stop the others as soon as one has failed: who failed may be known by now.
             self._heart.look_now(_STORE_ANSWER_S)
@@ -373,7 +405,9 @@ class Monitor:
                 self._look(time.monotonic())
             if self._notice is None:
                 name = signal.Signals(self._signal).name
-                self.report(f"stopped by {name}", signal_number=self._signal)
+                late = f" after [checkpoint] grace_s = {self._grace_s:g} s, too soon for" if self._request else ""
+                late += " the end of the step and its checkpoint" if late else ""
+                self.report(f"stopped by {name}{late}", signal_number=self._signal)
         notice = self._notice
         # The main thread has a moment to end by itself; much of one only where it can.
         grace_s = _GRACE_S if self._in_collective is None else 2 * POLL_S
@@ -381,7 +415,8 @@ class Monitor:
             return
         if notice.signal and self._signal:
             name = signal.Signals(self._signal).name
-            self.say(f"stopped by {name}; it was doing: {self.status.read(self.rank)}")
+            reason = notice.reason if notice.rank == self.rank else f"stopped by {name}"
+            self.say(f"{reason}; it was doing: {self.status.read(self.rank)}")
             self.leave(128 + self._signal)
         if not self.say(str(notice) if notice.rank == self.rank else f"ending: {notice}"):
             # The main thread is about to end the process itself.

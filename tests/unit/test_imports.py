@@ -36,15 +36,18 @@ ALLOWED: dict[str, set[str]] = {
     "cost_profile": {*BELOW_TRAINER, "simulator.profile", "check"},
     "hugging_face": {"shapes", "config", "models"},
     "trainer": {
-        *BELOW_TRAINER, "trace", "optimizer", "engine", "world", "step_report", "cost_profile", "hugging_face.load"
+        *BELOW_TRAINER, "trace", "optimizer", "engine", "world", "step_report", "cost_profile", "hugging_face.load",
+        "checkpoint",
     },
+    "checkpoint": {*BELOW_TRAINER, "optimizer", "engine", "world"},
     "check": {"shapes", "cluster", "layout", "schedules", "simulator", "config"},
     "simulate_cli": {"shapes", "cluster", "layout", "trace", "schedules", "simulator", "config", "check"},
     "cli": {"*"},
     "train": {"*"},
 }
 """By room (a module or folder of the package): the rooms, or modules of rooms, that it may import besides itself."""
-TORCH_FREE = ["shapes", "layout", "schedules", "config.load", "config.checks", "config.dump_folder", "check", "cli"]
+TORCH_FREE = ["shapes", "layout", "schedules", "config.load", "config.checks", "config.dump_folder"]
+TORCH_FREE += ["check", "cli", "checkpoint.resume"]
 INSTALLED_BY_REQUIREMENTS = {"pyarrow": "torchtitan", "datasets": "torchtitan"}
 """Packages that come with a declared one; torchtitan's data loading is built on these two."""
 

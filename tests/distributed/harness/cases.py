@@ -50,6 +50,9 @@ class Case:
     hook_arguments: Mapping[str, Any] = field(default_factory=dict)
     folder: str = ""
     """Dump folder; empty: nothing is written."""
+    body: str = ""
+    """`module:function`, called as function(case, world) *instead* of training, in every process. What it returns is sent
+    back in `RunResult.extras`; nothing else is."""
     timeout_s: float = 60.0
     """The case counts as hanging after this time."""
 
