@@ -168,8 +168,9 @@ def assign(by_rank: Sequence[Sequence[Holding]]) -> Assignment:
                 homes[Unit(key=key, start=row, shape=(1, *shape[1:]), full_shape=full, dtype=dtype)].append(rank)
     shapes = {(unit.key, unit.full_shape, unit.dtype) for unit in homes}
     if len(shapes) != len({key for key, _, _ in shapes}):
-        twice = sorted(key for key, _, _ in shapes)
-        raise CheckpointError(f"processes disagree about the shape of {[k for k in twice if twice.count(k) > 1][0]}")
+        keys = sorted(key for key, _, _ in shapes)
+        twice = next(key for key, following in zip(keys, keys[1:], strict=False) if key == following)
+        raise CheckpointError(f"processes disagree about the shape of {twice}")
     # The least free units first, then the largest: the others fill up what is left.
     order = sorted(homes, key=lambda unit: (len(homes[unit]), -unit_bytes(unit), unit))
     load = [0] * len(by_rank)

@@ -51,8 +51,8 @@ class Case:
     folder: str = ""
     """Dump folder; empty: nothing is written."""
     body: str = ""
-    """`module:function`, called as function(case, world) *instead* of training, in every process. What it returns is sent
-    back in `RunResult.extras`; nothing else is."""
+    """`module:function`, called as function(case, world) *instead* of training, in every process. What it returns
+    is sent back in `RunResult.extras`; nothing else is."""
     timeout_s: float = 60.0
     """The case counts as hanging after this time."""
 
