@@ -8,6 +8,7 @@ checkpoint every expert is a piece of its own, so that any layout reads its expe
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def assign(by_rank: Sequence[Sequence[Holding]]) -> Assignment:
     shapes = {(unit.key, unit.full_shape, unit.dtype) for unit in homes}
     if len(shapes) != len({key for key, _, _ in shapes}):
         keys = sorted(key for key, _, _ in shapes)
-        twice = next(key for key, following in zip(keys, keys[1:], strict=False) if key == following)
+        twice = next(key for key, following in itertools.pairwise(keys) if key == following)
         raise CheckpointError(f"processes disagree about the shape of {twice}")
     # The least free units first, then the largest: the others fill up what is left.
     order = sorted(homes, key=lambda unit: (len(homes[unit]), -unit_bytes(unit), unit))
