@@ -121,10 +121,18 @@ def simulate(arguments: Sequence[str]) -> int:
     return run_simulation(arguments)
 
 
+def checkpoint(arguments: Sequence[str]) -> int:
+    """`disagmoe checkpoint`: look at checkpoints, verify and convert them."""
+    from disagmoe.checkpoint.commands import checkpoint as run_command
+
+    return run_command(arguments)
+
+
 COMMANDS = {
     "check": Command("check a configuration and print its layout, without starting anything", check),
     "keys": Command("list all configuration keys", keys),
     "simulate": Command("predict a step's time, and what other systems would need", simulate),
+    "checkpoint": Command("list, show, verify and convert checkpoints", checkpoint),
 }
 
 
