@@ -16,11 +16,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from disagmoe.api import backend_of
 from disagmoe.config.checks import build_layout
+from disagmoe.config.dump_folder import STATUS_NAME
 from disagmoe.config.schema import Config
 from disagmoe.layout import Layout
 from disagmoe.parallelisms.failures import COLLECTIVE_MARGIN_S, Monitor, StatusBoard, WorkerFailure
-
-STATUS_FOLDER = ".status"
 
 
 @dataclass(kw_only=True)
@@ -59,7 +58,7 @@ def start_world(config: Config, folder: Path) -> World:
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     if world_size != layout.world_size:
         raise ValueError(f"{world_size} processes were started, the layout needs {layout.world_size}")
-    status = StatusBoard(folder / STATUS_FOLDER, rank)
+    status = StatusBoard(folder / STATUS_NAME, rank)
     status.write("joining the run")
     monitor = Monitor(
         layout=layout,

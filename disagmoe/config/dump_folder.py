@@ -22,6 +22,8 @@ from disagmoe.config.errors import ConfigError, Problem
 from disagmoe.config.load import ResolvedConfig, write_resolved
 
 LOCK_NAME = ".lock"
+STATUS_NAME = ".status"
+"""Where each process says what it is doing; others than the one that claims the folder may have made it first."""
 CONFIG_NAME = "config.toml"
 _KEY = "dump_folder"
 
@@ -42,7 +44,7 @@ def find_folder_problem(resolved: ResolvedConfig) -> Problem | None:
     holder = _holder(folder / LOCK_NAME)
     if holder:
         return resolved.problem(_KEY, f"is being written by a run that is still going ({holder})", fix=instead)
-    if not [p for p in folder.iterdir() if p.name != LOCK_NAME]:
+    if not [p for p in folder.iterdir() if p.name not in (LOCK_NAME, STATUS_NAME)]:
         return None
     if _continues(resolved, folder):
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagmoe.config.dump_folder import CONFIG_NAME, LOCK_NAME, claim_dump_folder, find_folder_problem
+from disagmoe.config.dump_folder import CONFIG_NAME, LOCK_NAME, STATUS_NAME, claim_dump_folder, find_folder_problem
 from disagmoe.config.errors import ConfigError
 from disagmoe.config.load import ResolvedConfig, load_config
 
@@ -43,6 +43,11 @@ def test_an_earlier_run_is_refused_with_what_to_type(resolved: ResolvedConfig) -
     assert f"--dump_folder={folder}_3" in said
     assert f"rm -r {folder}" in said
     assert (folder / CONFIG_NAME).read_bytes() == before
+
+
+def test_a_process_that_is_ahead_of_the_claim_is_no_run(resolved: ResolvedConfig) -> None:
+    (Path(resolved.config.dump_folder) / STATUS_NAME).mkdir(parents=True)
+    assert find_folder_problem(resolved) is None
 
 
 def test_foreign_files_are_refused(resolved: ResolvedConfig) -> None:
