@@ -73,6 +73,7 @@ def pipeline_disagmoe(
     seed: int = 0,
     comm: CommConfig | None = None,
     monitor: Monitor | None = None,
+    slice_tokens: int | None = None,
 ) -> Pipeline:
     """This process's stages, initialised, and the schedule and runtime that drive them. Collective.
 
@@ -83,6 +84,8 @@ def pipeline_disagmoe(
         loss_fn: (logits [B, L, V], labels [B, L]) -> sum of the loss over valid tokens.
         seed: Of the initial weights, which do not depend on the layout.
         monitor: Watches the other workers; one is started if there is none (stop it with `monitor.stop()`).
+        slice_tokens: Most tokens of a micro-batch that any A-worker will own, the same on every rank, where known:
+            saves the messages with row counts over gloo.
     Raises:
         ValueError: A value that no schedule exists for.
     """
@@ -112,6 +115,7 @@ def pipeline_disagmoe(
         loss_fn=loss_fn,
         monitor=monitor,
         clock_offset_s=estimate_clock_offsets(dist.get_rank(), dist.get_world_size()),
+        slice_tokens=slice_tokens,
     )
 
 

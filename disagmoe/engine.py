@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from disagmoe.api import make_disagmoe_meshes, pipeline_disagmoe
 from disagmoe.config.schema import Config
-from disagmoe.layout import Role, Worker
+from disagmoe.layout import Layout, Role, Worker, owned_samples
 from disagmoe.models.init import build_model, init_parameters, materialize
 from disagmoe.parallelisms.clock import StepClock
 from disagmoe.parallelisms.failures import Monitor
@@ -156,6 +156,7 @@ class DisagEngine(Engine):
             seed=config.debug.seed,
             comm=config.comm,
             monitor=monitor,
+            slice_tokens=_largest_slice(config, self._meshes.layout) * config.training.seq_len,
         )
         self.modules = self.pipeline.modules
         self.gradients = self.pipeline.gradients
@@ -186,3 +187,18 @@ class DisagEngine(Engine):
     def close(self) -> None:
         self.pipeline.close()
         self._meshes.destroy()
+
+
+def _largest_slice(config: Config, layout: Layout) -> int:
+    """Samples of the largest slice of a micro-batch."""
+    return max(
+        len(owned)
+        for replica in range(layout.replicas)
+        for owned in owned_samples(
+            layout,
+            global_batch_size=config.training.global_batch_size,
+            microbatches=config.disagmoe.microbatches,
+            replica=replica,
+            worker_index=0,  # what does not divide goes to the first workers
+        )
+    )

@@ -35,6 +35,9 @@ class DecoderParts:
         moe = self.model_config.layers[layer].moe
         return 0 if moe is None else int(moe.num_experts)
 
+    def top_k(self, layer: int) -> int:
+        return int(self.model_config.layers[layer].moe.router.top_k)
+
     def attention_part(self, stage: Stage) -> AttentionPart:
         with torch.device("meta"):
             part = build_attention_part(self.model_config, stage)

@@ -25,7 +25,7 @@ from disagmoe.parallelisms.mesh import EdgeKey, Meshes, hop_edge
 from disagmoe.parallelisms.runtime import AFPipeRuntime, LossFunction
 from disagmoe.parallelisms.stage import DisagStage, RouterState, RouterStats, StageLinks, WeightGradientsLike
 from disagmoe.parallelisms.transfer.channel import Channel, ChannelContext
-from disagmoe.parallelisms.transfer.wire import BufferPool, MessageKind, WireFormat
+from disagmoe.parallelisms.transfer.wire import BufferPool, Counts, MessageKind, WireFormat
 from disagmoe.schedules.actions import Kind, Schedule
 
 _KIND_OF_EDGE = {
@@ -46,6 +46,8 @@ class SublayerFactory(Protocol):
     def is_moe_layer(self) -> Sequence[bool]: ...
 
     def num_experts(self, layer: int) -> int: ...
+
+    def top_k(self, layer: int) -> int: ...
 
     def attention_part(self, stage: Stage) -> nn.Module:
         """Module of an A-stage: (hidden or tokens, positions, masks) -> (hidden, routing), or logits in the last."""
@@ -108,6 +110,7 @@ def apply_disagmoe(
     loss_fn: LossFunction,
     monitor: Monitor,
     clock_offset_s: dict[int, float],
+    slice_tokens: int | None = None,
 ) -> Pipeline:
     """Build this process's stages and the runtime that executes `schedule` on them.
 
@@ -117,6 +120,7 @@ def apply_disagmoe(
     Args:
         meshes: From `make_meshes`, with the same layout and stages as the schedule.
         loss_fn: Sum of the loss over valid tokens.
+        slice_tokens: Most tokens of a micro-batch that any A-worker owns; None: not known.
     Raises:
         ValueError: The schedule's stages are not those of the meshes' layout.
     """
@@ -135,6 +139,8 @@ def apply_disagmoe(
         strict_order=comm.strict_order,
         device=device,
         clock_offset_s=clock_offset_s,
+        # Only over gloo, and not where it stands in for NCCL: that takes messages of exactly the posted size.
+        slice_tokens=slice_tokens if device.type == "cpu" and not comm.strict_order else None,
     )
     channels: dict[EdgeKey, Channel] = {}
     workers = layout.workers_on(meshes.rank)
@@ -158,6 +164,7 @@ def apply_disagmoe(
             "dim": factory.dim,
             "row_dtype": factory.row_dtype,
             "weight_gradients": factory.weight_gradients if _is_split(schedule) else None,
+            "most": _most_counts(factory, layout, spec, worker, context.slice_tokens),
             "recompute": disagmoe.recompute == "full" or (disagmoe.recompute == "ffn" and spec.role is Role.FFN),
         }
         stages.append(_build_stage(factory, layout, spec, worker, common))
@@ -172,6 +179,20 @@ def apply_disagmoe(
         clock_offset_s=clock_offset_s,
         pool=pool,
     )
+
+
+def _most_counts(
+    factory: SublayerFactory, layout: Layout, spec: Stage, worker: Worker, slice_tokens: int | None
+) -> Counts | None:
+    """The largest message that a peer can send to a stage in forward; None where that is not bounded."""
+    if slice_tokens is None:
+        return None
+    if spec.role is Role.ATTN:
+        return Counts(slice_tokens, slice_tokens, 0)
+    assert spec.moe_layer is not None
+    experts = split_evenly(factory.num_experts(spec.moe_layer), layout.ffn_workers)[worker.index]
+    pairs = slice_tokens * min(factory.top_k(spec.moe_layer), len(experts))
+    return Counts(slice_tokens, slice_tokens, pairs)
 
 
 def _is_split(schedule: Schedule) -> bool:

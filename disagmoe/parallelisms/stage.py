@@ -127,6 +127,7 @@ class DisagStage(_PipelineStageBase):
         row_dtype: torch.dtype,
         recompute: bool,
         weight_gradients: Callable[[], WeightGradientsLike] | None,
+        most: Counts | None,
     ) -> None:
         # The base refuses a world with more ranks than stages, but our pipeline rank is the component group.
         super().__init__(submodule, spec.index, max(num_stages, dist.get_world_size(group)), device, group)
@@ -134,6 +135,7 @@ class DisagStage(_PipelineStageBase):
         self.group_rank, self.group_size = pipeline_group, num_groups
         self.spec, self.links, self.clock = spec, links, clock
         self._dim, self._row_dtype, self._recompute = dim, row_dtype, recompute
+        self._most = most
         self.has_backward = True
         self._inputs: Sequence[MicrobatchInput] = ()
         self._empty: set[int] = set()
@@ -183,7 +185,17 @@ class DisagStage(_PipelineStageBase):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def start_step(self, inputs: Sequence[MicrobatchInput], num_microbatches: int) -> None:
-        """Take the slices of a step's micro-batches (F-stages read none of them)."""
+        """Take the slices of a step's micro-batches (F-stages read none of them).
+
+        Raises:
+            ValueError: A slice has more tokens than the receivers' buffers were sized for.
+        """
+        largest = max((i.tokens_BL.numel() for i in inputs), default=0)
+        if self._most is not None and largest > self._most.num_rows:
+            raise ValueError(
+                f"a micro-batch with {largest} tokens of this worker: slice_tokens promised at most "
+                f"{self._most.num_rows}; give pipeline_disagmoe the largest slice of any A-worker, or None"
+            )
         self.clear_runtime_states()
         self.chunks = num_microbatches
         self._inputs = inputs
@@ -245,7 +257,7 @@ class DisagStage(_PipelineStageBase):
     def post_forward_receive(self, microbatch: int) -> None:
         assert self.links.forward_in is not None
         what = f"the input of {self.spec}, micro-batch {microbatch}"
-        self.links.forward_in.post((self.spec.index - 1, microbatch), what)
+        self.links.forward_in.post((self.spec.index - 1, microbatch), what, most=self._most)
 
     def post_backward_receive(self, microbatch: int) -> None:
         assert self.links.backward_in is not None

@@ -5,9 +5,12 @@ own. On each channel the sequence of sends equals the sequence of receives (the 
 tags are needed; over gloo they are used all the same unless `strict_order` is set.
 
 A forward transfer has two parts. *Counts* go ahead over a host group, since a receiver needs exact sizes; when they are
-in, the payload's receive is posted. gloo can neither be polled nor be waited on with a deadline (a timed-out wait
-breaks the connection), so a thread a channel waits, and the compute thread waits for *it*, in slices, looking for
-failures.
+in, the payload's receive is posted. But gloo takes a message that is shorter than its receive, and a token is at most
+one row a peer: where the tokens of a worker are known to be at most so many (`ChannelContext.slice_tokens`), receives
+are posted ahead at the size that this bounds, and the counts ride in the message's header: half as many messages.
+
+gloo can neither be polled nor be waited on with a deadline (a timed-out wait breaks the connection), so a thread a
+channel waits, and the compute thread waits for *it*, in slices, looking for failures.
 
 On CUDA the thread waits for the counts only. Payloads are packed, sent and received on a side stream a channel, so that
 they wait for the data that they need and not for whatever else the compute stream has been given; the compute stream
@@ -33,7 +36,7 @@ from disagmoe.parallelisms.transfer.messages import (
     Pending,
     WaiterThread,
 )
-from disagmoe.parallelisms.transfer.wire import Counts, MessageKind
+from disagmoe.parallelisms.transfer.wire import HEADER_BYTES, Counts, MessageKind
 
 __all__ = ["Arrival", "Channel", "ChannelContext", "ChannelGroups"]
 
@@ -58,6 +61,7 @@ class Channel:
         self.name, self.kind, self.backward = name, kind, backward
         self._groups, self._context = groups, context
         self._is_local = groups.payload is None
+        self._counts_inside = context.slice_tokens is not None and not backward and not self._is_local
         self._on_cuda = context.device.type == "cuda"
         self._side = torch.cuda.Stream(context.device) if self._on_cuda and not self._is_local else None
         self._local: dict[tuple[int, int], tuple[list[Counts], list[Tensor]]] = {}
@@ -98,7 +102,7 @@ class Channel:
             return
         works: list[tuple[int, dist.Work]] = []
         held: list[Tensor] = []
-        if not self.backward:
+        if not self.backward and not self._counts_inside:
             for peer, count in zip(self._groups.peers, counts, strict=True):
                 message = torch.tensor(count, dtype=torch.int64)
                 held.append(message)
@@ -106,7 +110,7 @@ class Channel:
                 self.sent_bytes += message.nbytes
         with self._beside(self._made.pop(key, None)):
             buffers = self._pack(counts, pack)
-            operations = self._with_rows(buffers, counts)
+            operations = self._travelling(buffers, counts)
             payload = self._batch(dist.isend, operations, key)
         self.sent_bytes += sum(b.numel() for _, b in operations)
         if self._on_cuda:
@@ -118,15 +122,17 @@ class Channel:
     def _pack(self, counts: Sequence[Counts], pack: Callable[[int, dict[str, Tensor]], None]) -> list[Tensor]:
         wire, buffers, headers = self._context.wire, [], []
         for i, count in enumerate(counts):
-            buffer = self._context.pool.take(wire.num_bytes(self.kind, count))
+            num_bytes = wire.num_bytes(self.kind, count)
+            buffer = self._context.pool.take(max(num_bytes, HEADER_BYTES) if self._counts_inside else num_bytes)
             buffers.append(buffer)
             if count.num_rows:
                 views = wire.views(self.kind, count, buffer)
                 pack(i, views)
-                headers.append(views["header"])
+            if buffer.numel() and not self._on_cuda:  # nothing reads it there
+                headers.append((buffer[:HEADER_BYTES].view(torch.float64), count))
         now = time.monotonic()
-        for header in headers:
-            header.fill_(now)
+        for header, count in headers:
+            header.copy_(torch.tensor([now, *count], dtype=torch.float64))
         return buffers
 
     def _reap(self, works: list[tuple[int, dist.Work]], buffers: list[Tensor], held: list[Tensor]) -> None:
@@ -143,19 +149,25 @@ class Channel:
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
-    def post(self, key: tuple[int, int], what: str, counts: Sequence[Counts] | None = None) -> None:
+    def post(
+        self, key: tuple[int, int], what: str, counts: Sequence[Counts] | None = None, most: Counts | None = None
+    ) -> None:
         """Post a receive.
 
         Args:
             key: (hop, micro-batch).
             what: What is received, for messages, e.g. `layer 3 rows of micro-batch 2`.
-            counts: Sizes by peer, where known (backward); else they are received first.
+            counts: Sizes by peer, where known (backward); else they are received first, or inside the messages.
+            most: Upper bounds of a peer's counts, where those travel inside the messages.
         """
         if self._is_local:
             return
         pending = Pending(key=key, what=what, counts=None if counts is None else list(counts))
         self._pending[key] = pending
-        if counts is not None:
+        if self._counts_inside:
+            assert most is not None
+            pending.counts = [most] * len(self._groups.peers)
+        if pending.counts is not None:
             self._post_payload(pending)
             self._await_payload_later(pending)
             return
@@ -185,10 +197,13 @@ class Channel:
         if pending.error is not None:
             self._raise_lost(self._awaited(pending), f"waiting for {pending.what}", pending.error)
         assert pending.counts is not None
+        if self._counts_inside:
+            headers = (buffer[:HEADER_BYTES].view(torch.float64).tolist() for buffer in pending.buffers)
+            pending.counts = [Counts(*map(int, header[1:])) for header in headers]
         stream_wait = self._wait_on_stream(pending) if self._on_cuda else None
         arrival = self._arrival(pending.counts, pending.buffers, start_s, time.monotonic())
         arrival.stream_wait = stream_wait
-        arrival.num_bytes = sum(buffer.numel() for buffer in pending.buffers)
+        arrival.num_bytes = sum(self._context.wire.num_bytes(self.kind, count) for count in pending.counts)
         arrival.transfer_s = max(0.0, pending.here_s - max(arrival.sent_at_s, pending.begun_s))
         return arrival
 
@@ -277,7 +292,7 @@ class Channel:
         # Not behind the compute stream: the pool knows what a reused buffer has to wait for.
         with nullcontext() if self._side is None else torch.cuda.stream(self._side):
             pending.buffers = [pool.take(wire.num_bytes(self.kind, c)) for c in pending.counts]
-            pending.works = self._batch(dist.irecv, self._with_rows(pending.buffers, pending.counts), pending.key)
+            pending.works = self._batch(dist.irecv, self._travelling(pending.buffers, pending.counts), pending.key)
 
     def _await_payload_later(self, pending: Pending) -> None:
         if self._on_cuda:
@@ -324,7 +339,7 @@ class Channel:
             offsets = self._context.clock_offset_s
             arrival.sent_at_s = max(
                 (
-                    float(v["header"]) + offsets.get(peer, 0.0)
+                    float(v["header"][0]) + offsets.get(peer, 0.0)
                     for peer, v in zip(self._groups.peers, views, strict=True)
                     if v
                 ),
@@ -332,10 +347,10 @@ class Channel:
             )
         return arrival
 
-    def _with_rows(self, buffers: Sequence[Tensor], counts: Sequence[Counts]) -> list[tuple[int, Tensor]]:
-        """The messages that travel, with their peers: those with rows."""
+    def _travelling(self, buffers: Sequence[Tensor], counts: Sequence[Counts]) -> list[tuple[int, Tensor]]:
+        """The messages that travel, with their peers: those with rows, or all where counts are inside."""
         by_peer = zip(self._groups.peers, buffers, counts, strict=True)
-        return [(peer, buffer) for peer, buffer, count in by_peer if count.num_rows]
+        return [(peer, buffer) for peer, buffer, count in by_peer if count.num_rows or self._counts_inside]
 
     def _batch(
         self,

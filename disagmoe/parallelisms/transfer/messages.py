@@ -39,6 +39,9 @@ class ChannelContext:
     device: torch.device
     clock_offset_s: dict[int, float]
     """By global rank: what to add to that rank's clock to get this process's."""
+    slice_tokens: int | None = None
+    """Most tokens of a micro-batch that an A-worker owns, where receives may be posted at the size that this bounds:
+    over gloo, which takes a shorter message. Row counts then travel inside the messages."""
 
 
 @dataclass(kw_only=True)

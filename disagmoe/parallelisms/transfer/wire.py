@@ -10,8 +10,9 @@ Sections by message (r rows, p of them primary and in front, q pairs, D model di
 | dispatch gradient | backward M2N (F to A) | header, rows [r, D], weights f32 [q] |
 
 `token` is the row's position in the owner's slice of the micro-batch: the owner's worker in the *next* A-group did not
-make the plan, so the rows say where they belong. The header carries the sender's clock at hand-over, in seconds.
-A peer that gets no row gets no message; it knows from the counts, which travel ahead on a host group.
+make the plan, so the rows say where they belong. The header carries the sender's clock at hand-over, in seconds,
+and the message's counts. Where counts travel ahead on a host group, a peer that gets no row gets no message; where they
+travel in the header alone (see `channel`), it gets the header.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 _ALIGN_BYTES = 16
+HEADER_BYTES = 32
 
 
 class MessageKind(Enum):
@@ -53,7 +55,7 @@ class WireFormat:
     def sections(self, kind: MessageKind, counts: Counts) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Name to (dtype, shape), in wire order."""
         out: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "header": (torch.float64, (1,)),
+            "header": (torch.float64, (HEADER_BYTES // torch.float64.itemsize,)),
             "rows": (self.row_dtype, (counts.num_rows, self.dim)),
         }
         if kind in (MessageKind.DISPATCH, MessageKind.COMBINE):

@@ -244,6 +244,7 @@ def _build(problem: Problem) -> _Stages:
             "row_dtype": torch.float32,
             "recompute": False,
             "weight_gradients": None,
+            "most": None,
         }
 
     made = _Stages(first=[], experts=[], last=[], inputs=inputs, wires=wires)
