@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 
 class Role(Enum):
@@ -176,6 +177,35 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertParallelLayout(Layout):
+    """Workers that hold whole layers: `attn_depth` pipeline ranks (PP) of `attn_workers` workers (EP) a replica.
+
+    All have the role ATTN; an F-side does not exist. Worker i of every pipeline rank owns slice i of a micro-batch, and
+    the i-th share of the experts of the rank's layers. World size is R PP EP; ranks are in the order replica, pipeline
+    rank, worker.
+    """
+
+    ffn_depth: int = 1
+    ffn_workers: int = 1
+
+    def _rank_order(self) -> tuple[Worker, ...]:
+        return tuple(
+            Worker(replica, Role.ATTN.letter, group, index)
+            for replica in range(self.replicas)
+            for group in range(self.attn_depth)
+            for index in range(self.attn_workers)
+        )
+
+    @property
+    def num_groups(self) -> int:
+        return self.attn_depth
+
+    @property
+    def world_size(self) -> int:
+        return self.replicas * self.attn_depth * self.attn_workers
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """One sublayer of the model on one component group (paper section 3.1; DESIGN: "stage")."""
 
@@ -240,6 +270,50 @@ def build_stages(layout: Layout, is_moe_layer: Sequence[bool]) -> tuple[Stage, .
         )
     )
     return tuple(stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkStage:
+    """A stage of the chain that all micro-batches go through."""
+
+    chunk: int
+    kind: Literal["A", "F", "C"]
+    layer: int | None
+    """The MoE layer of an A or F; None: the last A, with the head, or a C."""
+    dense_layers: tuple[int, ...] = ()
+    has_embedding: bool = False
+    has_head: bool = False
+
+
+def cut_into_chunks(is_moe_layer: Sequence[bool], num_chunks: int) -> list[ChunkStage]:
+    """All stages. Layers are dealt out evenly, earlier chunks take one more; the last one has the head.
+
+    Raises:
+        ValueError: fewer layers than chunks.
+    """
+    if num_chunks > len(is_moe_layer):
+        raise ValueError(f"{num_chunks} chunks for {len(is_moe_layer)} layers: must be at most one a layer")
+    stages: list[ChunkStage] = []
+    for chunk, layers in enumerate(split_evenly(len(is_moe_layer), num_chunks)):
+        dense: list[int] = []
+        last = chunk == num_chunks - 1
+        for layer in layers:
+            if not is_moe_layer[layer]:
+                dense.append(layer)
+                continue
+            first = not stages
+            stages.append(
+                ChunkStage(chunk=chunk, kind="A", layer=layer, dense_layers=tuple(dense), has_embedding=first)
+            )
+            stages.append(ChunkStage(chunk=chunk, kind="F", layer=layer))
+            dense = []
+        if last or dense:
+            end = ChunkStage(chunk=chunk, kind="A", layer=None, dense_layers=tuple(dense), has_head=last,
+                             has_embedding=not stages)  # fmt: skip
+            stages.append(end)
+        else:
+            stages.append(ChunkStage(chunk=chunk, kind="C", layer=None))
+    return stages
 
 
 def stage_edge(stage: Stage, *, backward: bool = False) -> Edge | None:

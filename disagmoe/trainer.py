@@ -19,6 +19,7 @@ from disagmoe.config.schema import Config
 from disagmoe.cost_profile import gather_profile
 from disagmoe.data import Batch, build_dataset
 from disagmoe.engine import DisagEngine, Engine, PlainEngine
+from disagmoe.expert_parallel_engine import EPEngine
 from disagmoe.layout import Role, owned_samples
 from disagmoe.observability import Event, MetricsLogger, metrics, write_chrome_trace
 from disagmoe.observability.memory import reset_peak_memory
@@ -71,7 +72,7 @@ class Trainer:
         )
         torch.use_deterministic_algorithms(config.debug.deterministic)
         torch.manual_seed(config.debug.seed)
-        engine_class = PlainEngine if config.parallelism.mode == "none" else DisagEngine
+        engine_class: Any = {"none": PlainEngine, "disagmoe": DisagEngine, "ep": EPEngine}[config.parallelism.mode]
         self.engine: Engine = engine_class(
             config=config,
             model_config=model_config,
@@ -255,7 +256,7 @@ class Trainer:
         return owned_samples(
             self.world.layout,
             global_batch_size=self.config.training.global_batch_size,
-            microbatches=self.config.disagmoe.microbatches,
+            microbatches=self.config.microbatches,
             replica=worker.replica,
             worker_index=worker.index,
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from disagmoe.config.errors import ConfigError, Problem, did_you_mean, nearest
+from disagmoe.config.expert_parallel import expert_parallel_problems, expert_parallel_warnings
 from disagmoe.config.hugging_face import find_contradictions
 from disagmoe.config.launch import Launch
 from disagmoe.config.load import ResolvedConfig
@@ -47,6 +48,8 @@ def build_layout(config: Config) -> Layout:
     """The workers of a configuration; a single colocated replica for `mode = "none"`."""
     if config.parallelism.mode == "none":
         return Layout(attn_depth=1, ffn_depth=1, attn_workers=1, ffn_workers=1, colocate=True)
+    if config.parallelism.mode == "ep":
+        return config.expert_parallel.layout()
     return config.disagmoe.layout()
 
 
@@ -68,6 +71,9 @@ def find_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
         yield from _layout_problems(resolved)
         if shape is not None:
             yield from _split_problems(resolved, shape)
+    elif config.parallelism.mode == "ep":
+        if shape is not None:
+            yield from expert_parallel_problems(resolved, shape)
     elif config.metrics.profile_costs:
         rule = f'measures the stages of a disaggregated run, and parallelism.mode is "{config.parallelism.mode}"'
         yield resolved.problem("metrics.profile_costs", rule, fix='leave it out, or set parallelism.mode = "disagmoe"')
@@ -130,19 +136,20 @@ def _batch_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     config = resolved.config
     if config.parallelism.mode == "none":
         return
-    part, samples = config.disagmoe, config.training.global_batch_size
+    section = "expert_parallel" if config.parallelism.mode == "ep" else "disagmoe"
+    part, samples = getattr(config, section), config.training.global_batch_size
     if part.replicas > samples:
         rule = f"must be at most training.global_batch_size = {samples}: each replica needs a sample a step"
-        yield resolved.problem("disagmoe.replicas", rule)
+        yield resolved.problem(f"{section}.replicas", rule)
     elif part.microbatches > samples // part.replicas:
         share = samples // part.replicas
-        of = f" / disagmoe.replicas = {part.replicas}" if part.replicas > 1 else ""
+        of = f" / {section}.replicas = {part.replicas}" if part.replicas > 1 else ""
         rule = (
             f"must be at most {share}, the samples of a step that a replica gets (training.global_batch_size = "
             f"{samples}{of}): each micro-batch needs one"
         )
         fix = f"set microbatches = {share} or global_batch_size = {part.microbatches * part.replicas}"
-        yield resolved.problem("disagmoe.microbatches", rule, fix=fix)
+        yield resolved.problem(f"{section}.microbatches", rule, fix=fix)
 
 
 def _comm_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
@@ -294,6 +301,8 @@ def find_warnings(resolved: ResolvedConfig) -> Iterator[str]:
             held = [sum(s.role.letter == role and s.group == g for s in stages) for g in range(depth)]
             if max(held) >= 2 * min(held):
                 yield f"{role}-groups hold {' / '.join(map(str, held))} stages: the largest one sets the pace"
+    elif config.parallelism.mode == "ep":
+        yield from expert_parallel_warnings(resolved)
     if config.checkpoint.initial_load_in_hf and training.load_balance_coeff:
         yield (
             f"training.load_balance_coeff = {training.load_balance_coeff}: router biases will move away from zero, and "
@@ -331,8 +340,9 @@ def find_launch_problems(resolved: ResolvedConfig, launch: Launch) -> Iterator[P
             if world_size % launch.nnodes == 0
             else f"choose NNODES so that it divides {world_size}"
         )
-        if config.parallelism.mode == "disagmoe":
-            fix += f", or change [disagmoe] to a layout of {asked * launch.nnodes}"
+        if config.parallelism.mode != "none":
+            section = "expert_parallel" if config.parallelism.mode == "ep" else "disagmoe"
+            fix += f", or change [{section}] to a layout of {asked * launch.nnodes}"
         rule = f"processes{nodes} make {asked * launch.nnodes}, but {needs}"
         yield Problem(origin="environment", key="NGPU", value=asked, rule=rule, fix=fix)
         return
@@ -357,6 +367,12 @@ def describe_world_size(config: Config) -> str:
     if config.parallelism.mode == "none":
         return 'parallelism.mode = "none" trains in 1 process'
     world_size = build_layout(config).world_size
+    if config.parallelism.mode == "ep":
+        ep = config.expert_parallel
+        return (
+            f"the layout needs {world_size} processes = replicas {ep.replicas} x pipeline_depth {ep.pipeline_depth} x "
+            f"expert_workers {ep.expert_workers}"
+        )
     if part.colocate:
         return f"the layout needs {world_size} processes, one a replica (disagmoe.colocate = true)"
     return (

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from disagmoe.layout import Layout
+from disagmoe.layout import ExpertParallelLayout, Layout
 
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
@@ -32,8 +32,9 @@ class RecipeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
-    mode: Literal["disagmoe", "none"] = "disagmoe"
-    """`none` trains the unsplit model in one process: the reference for everything else."""
+    mode: Literal["disagmoe", "ep", "none"] = "disagmoe"
+    """`none` trains the unsplit model in one process: the reference for everything else. `ep`: expert parallelism
+    without disaggregation, what AF-Pipe is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,40 @@ class DisagMoEConfig:
             "send_after": self.send_after,
             "split_backward": self.split_backward,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallelConfig:
+    """`mode = "ep"`: baselines that hold attention and experts of a layer on the same workers."""
+
+    pipeline_depth: Count = 1
+    """PP: pipeline ranks that a replica's layers are spread over."""
+    expert_workers: Count = 2
+    """EP: workers of a pipeline rank. Each owns a slice of every micro-batch (attention is data-parallel over them) and
+    a contiguous share of the experts of the rank's layers. At most the number of experts."""
+    replicas: Count = 1
+    """Independent copies of the whole pipeline, data parallel over them."""
+    chunks_per_rank: Count = 1
+    """Runs of consecutive layers on each pipeline rank: more than one interleaves; `dual_pipe_v` needs 2."""
+    microbatches: Count = 8
+    """Micro-batches a replica's share of the global batch is cut into."""
+    overlap: Literal["none", "chunked", "dual_pipe_v"] = "none"
+    """`none`: interleaved 1F1B, transfers within a layer are waited for; `chunked`: a stage's tokens in `num_chunks`
+    parts, the transfers of one behind the experts' work on another; `dual_pipe_v`: DualPipeV, a forward's transfers
+    behind another micro-batch's backward and the other way round."""
+    num_chunks: Count = 4
+    """Parts of `chunked`: 2 to 4 as Tutel, 8 to 16 as Comet."""
+    deduplicate: bool = False
+    """A token with several experts on one worker travels there once and returns once, weighted and summed. `false`: one
+    row for each of its experts, as torchtitan's all-to-all dispatcher does it."""
+    recompute: Literal["none", "ffn", "full"] = "none"
+    """`ffn`: experts keep their rows and recompute the rest in backward; `full`: attention too."""
+
+    def layout(self) -> ExpertParallelLayout:
+        """The workers that these values describe."""
+        return ExpertParallelLayout(
+            attn_depth=self.pipeline_depth, attn_workers=self.expert_workers, replicas=self.replicas
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +256,7 @@ class Config:
     recipe: RecipeConfig
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     disagmoe: DisagMoEConfig = field(default_factory=DisagMoEConfig)
+    expert_parallel: ExpertParallelConfig = field(default_factory=ExpertParallelConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -231,3 +267,9 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
     dump_folder: str = ""
     """Where a run writes; empty: `outputs/<name of the TOML file>`."""
+
+    @property
+    def microbatches(self) -> int:
+        """Of a replica and step, in the mode that is chosen."""
+        ep = self.parallelism.mode == "ep"
+        return self.expert_parallel.microbatches if ep else self.disagmoe.microbatches

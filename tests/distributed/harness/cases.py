@@ -19,6 +19,7 @@ from disagmoe.config.schema import (
     DataConfig,
     DebugConfig,
     DisagMoEConfig,
+    ExpertParallelConfig,
     LRSchedulerConfig,
     MetricsConfig,
     OptimizerConfig,
@@ -207,6 +208,7 @@ def reference_config(config: Config) -> Config:
         config,
         parallelism=ParallelismConfig(mode="none"),
         disagmoe=DisagMoEConfig(attn_workers=1, ffn_workers=1, microbatches=1),
+        expert_parallel=ExpertParallelConfig(),
         comm=CommConfig(),
     )
 

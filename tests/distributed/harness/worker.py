@@ -27,7 +27,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from disagmoe.config.checks import build_layout
 from disagmoe.config.recipe import load_recipe
 from disagmoe.engine import DisagEngine, Engine
-from disagmoe.models.split import ExpertPart
 from disagmoe.parallelisms.failures import Monitor, StatusBoard, WorkerFailure
 from disagmoe.trainer import Trainer
 from disagmoe.world import World
@@ -171,7 +170,7 @@ def _pieces(engine: Engine, *, gradients: bool) -> list[Piece]:
 def _homes(engine: Engine) -> list[str]:
     """By module; stages of a colocated pipeline belong to different workers of one process."""
     if not isinstance(engine, DisagEngine):
-        return [_home(engine)]
+        return [_home(engine)] * len(engine.modules)
     homes = []
     for stage in engine.pipeline.stages:
         worker = next(w for w in engine.workers if (w.role, w.group) == (stage.spec.role, stage.spec.group))
@@ -180,6 +179,7 @@ def _homes(engine: Engine) -> list[str]:
 
 
 def _experts(module: nn.Module, name: str) -> tuple[int, int] | None:
-    if isinstance(module, ExpertPart) and ".routed_experts." in name:
-        return module.experts.start, module.experts.stop
+    experts = getattr(module, "experts", None)
+    if isinstance(experts, range) and ".routed_experts." in name:
+        return experts.start, experts.stop
     return None
