@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+from disagmoe.check_expert_parallel import count_text as _count
+from disagmoe.check_expert_parallel import expert_parallel_lines, ranges_text
+from disagmoe.check_expert_parallel import size_text as _bytes
 from disagmoe.config.checks import build_layout, check_config, describe_world_size, model_shape
 from disagmoe.config.errors import ConfigError
 from disagmoe.config.load import ResolvedConfig
@@ -35,7 +37,7 @@ class Plan:
     layout: Layout
     stages: tuple[Stage, ...]
     schedule: Schedule | None
-    """None for `mode = "none"`."""
+    """None for `mode = "none"` and `"ep"`."""
     warnings: tuple[str, ...]
 
     @property
@@ -79,8 +81,11 @@ def report(plan: Plan, *, processes_per_node: int | None = None) -> str:
         f"{config.training.dtype}, {config.training.steps} steps",
         f"output    {config.dump_folder}",
     ]
+    if config.parallelism.mode == "ep":
+        state_bytes = state_bytes_a_parameter(config)
+        return "\n".join([*lines, *expert_parallel_lines(config, shape, state_bytes, processes_per_node)])
     if plan.schedule is None:
-        state = _bytes(shape.num_params * _state_bytes(config))
+        state = _bytes(shape.num_params * state_bytes_a_parameter(config))
         lines.append(
             f"layout    one process trains the unsplit model; parameters, gradients and optimizer take {state}"
         )
@@ -107,7 +112,7 @@ def _worker_lines(plan: Plan, processes_per_node: int | None) -> Iterator[str]:
                 rank = layout.rank_of(worker)
                 node = "" if processes_per_node is None else f" node {rank // processes_per_node:<3}"
                 params = sum(stage_params(plan, stage, worker.index) for stage in held)
-                state = params * _state_bytes(plan.config)
+                state = params * state_bytes_a_parameter(plan.config)
                 activations = f"{_bytes(peak_activation_bytes(plan, worker)):>9} activations"
                 if role is Role.FFN:
                     load = plan.config.comm.imbalance_factor
@@ -135,26 +140,12 @@ def experts_of(plan: Plan, layer: int, index: int) -> range:
 def _describe_stages(stages: Sequence[Stage]) -> str:
     parts = ["embedding"] if any(stage.has_embedding for stage in stages) else []
     dense = [layer for stage in stages for layer in stage.dense_layers]
-    parts += [f"dense layers {_ranges(dense)}"] if dense else []
+    parts += [f"dense layers {ranges_text(dense)}"] if dense else []
     moe = [stage.moe_layer for stage in stages if stage.moe_layer is not None]
     kind = "attention" if stages and stages[0].role is Role.ATTN else "experts"
-    parts += [f"{kind} of layers {_ranges(moe)}"] if moe else []
+    parts += [f"{kind} of layers {ranges_text(moe)}"] if moe else []
     parts += ["head"] if any(stage.has_head for stage in stages) else []
     return ", ".join(parts)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Consecutive numbers as `a-b`, evenly spaced ones as `a, b ... z`.
-
-    >>> _ranges([1, 2, 3, 4]), _ranges([0, 3, 6, 9]), _ranges([5]), _ranges([1, 5, 6])
-    ('1-4', '0, 3 ... 9', '5', '1, 5, 6')
-    """
-    steps = {b - a for a, b in pairwise(numbers)}
-    if len(numbers) > 1 and steps == {1}:
-        return f"{numbers[0]}-{numbers[-1]}"
-    if len(numbers) > 3 and len(steps) == 1:
-        return f"{numbers[0]}, {numbers[1]} ... {numbers[-1]}"
-    return ", ".join(map(str, numbers))
 
 
 def stage_params(plan: Plan, stage: Stage, index: int) -> int:
@@ -170,7 +161,7 @@ def stage_params(plan: Plan, stage: Stage, index: int) -> int:
     return count + stage.has_embedding * shape.embedding_params + stage.has_head * shape.head_params
 
 
-def _state_bytes(config: Config) -> int:
+def state_bytes_a_parameter(config: Config) -> int:
     """Bytes a parameter: itself, its gradient, and the optimizer's states, all in the training dtype."""
     states = 2 if config.optimizer.name == "AdamW" else int(config.optimizer.momentum > 0)
     return (2 + states) * BYTES[config.training.dtype]
@@ -289,19 +280,3 @@ def _ready(message: Message | None, end: Mapping[Action, int]) -> int | None:
     makers = (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT) if message.backward else (Kind.FORWARD,)
     actions = (Action(kind, message.sender, message.microbatch) for kind in makers)
     return next((end[action] for action in actions if action in end), None)
-
-
-def _count(number: float) -> str:
-    """E.g. `1.23 M`."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number:.0f}"
-
-
-def _bytes(number: float) -> str:
-    """E.g. `1.2 GiB`."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} B"

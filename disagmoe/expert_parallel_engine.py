@@ -42,6 +42,7 @@ class EPEngine(Engine):
             layout,
             borders=borders_of(part),
             backend=backend_of(comm, device),
+            strict_order=comm.strict_order,
             timeout_s=comm.timeout_s + COLLECTIVE_MARGIN_S,
         )
         self.clock_offset_s = estimate_clock_offsets(rank, dist.get_world_size())

@@ -139,3 +139,26 @@ class _DualPipeVRank:
 def v_rank(chunk: int, num_ranks: int) -> int:
     """Rank of a chunk in a V."""
     return min(chunk, 2 * num_ranks - 1 - chunk)
+
+
+def place_chunks(num_ranks: int, chunks_a_rank: int, *, in_v: bool) -> tuple[int, ...]:
+    """Rank of each chunk: dealt out in turn, or in a V (two chunks a rank).
+
+    >>> place_chunks(2, 2, in_v=False), place_chunks(2, 2, in_v=True)
+    ((0, 1, 0, 1), (0, 1, 1, 0))
+    """
+    total = num_ranks * chunks_a_rank
+    return tuple(v_rank(chunk, num_ranks) if in_v else chunk % num_ranks for chunk in range(total))
+
+
+def make_order(num_ranks: int, chunks_a_rank: int, num_microbatches: int, *, in_v: bool) -> Order:
+    """`dual_pipe_v` or `interleaved_1f1b`.
+
+    Raises:
+        ValueError: there is no such order for these numbers.
+    """
+    if not in_v:
+        return interleaved_1f1b(num_ranks, chunks_a_rank, num_microbatches)
+    if chunks_a_rank != 2:
+        raise ValueError(f"{chunks_a_rank} chunks a rank: DualPipeV needs 2, a way down and a way up")
+    return dual_pipe_v(num_ranks, num_microbatches)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from disagmoe.check import Plan, make_plan, report, stage_params, time_grid
+from disagmoe.check_expert_parallel import stage_params as ep_stage_params
 from disagmoe.cli import main
 from disagmoe.config.load import load_config
 from disagmoe.config.recipe import load_recipe, recipe_names
-from disagmoe.layout import Role
+from disagmoe.layout import Role, cut_into_chunks
 
 SHAPES = [(name, flavor) for name in recipe_names() for flavor in load_recipe(name).shapes]
 
@@ -160,6 +161,30 @@ def test_time_grid_respects_dependencies(path: str) -> None:
         for microbatch in range(3):
             assert start[f"{stage}F{microbatch}"] > start[f"{stage - 1}F{microbatch}"]
             assert start[f"{stage - 1}B{microbatch}"] >= start[f"{stage}B{microbatch}"] + 2
+
+
+def test_expert_parallel_report(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--parallelism.mode=ep", "--expert_parallel.pipeline_depth=2", "--expert_parallel.chunks_per_rank=2"]
+    options += ["--expert_parallel.overlap=dual_pipe_v", "--expert_parallel.expert_workers=3"]
+    assert main(["check", path, *options, "--print-world-size"]) == 0
+    assert capsys.readouterr().out == "6\n"
+    assert main(["check", path, *options]) == 0
+    out, err = capsys.readouterr()
+    assert "6 processes = replicas 1 x pipeline_depth 2 x expert_workers 3" in out
+    assert "pipeline rank 0 holds chunk 0: embedding, layers 0-1; chunk 3: layers 5, head" in out
+    assert "r0.A1.2    rank 5 " in out
+    assert "  rank 0   F0.0  F0.1  F0.2  F3.0  I3.0  W3.0" in out
+    assert "expert_workers = 3 but a micro-batch has as few as 2 samples" in err
+
+
+@pytest.mark.parametrize(("name", "flavor"), SHAPES)
+@pytest.mark.parametrize(("chunks", "workers"), [(1, 1), (3, 3), (6, 2)])
+def test_expert_parallel_workers_hold_the_model_once(name: str, flavor: str, chunks: int, workers: int) -> None:
+    shape = load_recipe(name).shape(flavor)
+    stages = cut_into_chunks(shape.is_moe_layer, chunks)
+    first = sum(ep_stage_params(shape, stage, workers, 0) for stage in stages)
+    others = sum(ep_stage_params(shape, s, workers, i) for s in stages if s.kind == "F" for i in range(1, workers))
+    assert first + others == shape.num_params
 
 
 def test_one_process_report(path: str) -> None:

@@ -38,34 +38,14 @@ from disagmoe.parallelisms.runtime import LossFunction
 from disagmoe.parallelisms.stage import RouterStats
 from disagmoe.parallelisms.transfer.channel import Channel, ChannelContext, ChannelGroups
 from disagmoe.parallelisms.transfer.wire import BufferPool, MessageKind, WireFormat
-from disagmoe.schedules.chunk_orders import Order, dual_pipe_v, interleaved_1f1b, v_rank
+from disagmoe.schedules.chunk_orders import make_order, place_chunks
 
 MakeDispatcher = Callable[[list[range], int, DispatcherExchange], DispatcherLike]
 
 
-def make_order(config: ExpertParallelConfig) -> Order:
-    """The order of chunks that a configuration asks for, by pipeline rank.
-
-    Raises:
-        ValueError: there is none, see `schedules.chunk_orders`.
-    """
-    if config.overlap == "dual_pipe_v":
-        return dual_pipe_v(config.pipeline_depth, config.microbatches)
-    return interleaved_1f1b(config.pipeline_depth, config.chunks_per_rank, config.microbatches)
-
-
 def rank_of_chunk(config: ExpertParallelConfig) -> tuple[int, ...]:
-    """Pipeline rank of each chunk: dealt out in turn, or in a V.
-
-    >>> rank_of_chunk(ExpertParallelConfig(pipeline_depth=2, chunks_per_rank=2))
-    (0, 1, 0, 1)
-    >>> rank_of_chunk(ExpertParallelConfig(pipeline_depth=2, chunks_per_rank=2, overlap="dual_pipe_v"))
-    (0, 1, 1, 0)
-    """
-    depth, total = config.pipeline_depth, config.pipeline_depth * config.chunks_per_rank
-    if config.overlap == "dual_pipe_v":
-        return tuple(v_rank(chunk, depth) for chunk in range(total))
-    return tuple(chunk % depth for chunk in range(total))
+    """Pipeline rank of each chunk."""
+    return place_chunks(config.pipeline_depth, config.chunks_per_rank, in_v=config.overlap == "dual_pipe_v")
 
 
 def borders_of(config: ExpertParallelConfig) -> set[tuple[int, int, bool]]:
@@ -137,8 +117,10 @@ def apply_expert_parallel(
     worker = groups.layout.workers_on(dist.get_rank())[0]
     channels: dict[tuple[int, int, bool], Channel] = {}
     chunks = build.chunks(worker, context, channels)
+    in_v = config.overlap == "dual_pipe_v"
+    order = make_order(config.pipeline_depth, config.chunks_per_rank, config.microbatches, in_v=in_v)
     runtime = EPRuntime(
-        order=make_order(config)[worker.group],
+        order=order[worker.group],
         chunks=chunks,
         passes=list(build.passes.values()),
         channels=list(channels.values()),

@@ -170,7 +170,6 @@ class Exchange:
                 ticket.received = list(make_room(messages))
                 if not self._on_cuda:
                     self._post_receives(ticket)
-                    self._thread("receive").submit(lambda: self._arrive(ticket))
             ticket.sizes_known.set()
 
         self._thread("counts").submit(size)
@@ -203,18 +202,20 @@ class Exchange:
         if self._on_cuda:
             self._post_on_device(ticket, outgoing, release)
             return
-        if post_receives:
+        if post_receives and self._strict_order:
+            # Behind the receives of earlier exchanges, whose sizes may not be known yet.
+            self._thread("counts").submit(lambda: self._post_receives(ticket))
+        elif post_receives:
             self._post_receives(ticket)
         tag = self._tag(ticket)
         works = [(rank, _isend(tensor, rank, self.group.payload, tag)) for rank, tensor in outgoing]
         self._thread("send").submit(lambda: self._reap(works, release or (lambda: None), [t for _, t in outgoing]))
-        if post_receives:
-            self._thread("receive").submit(lambda: self._arrive(ticket))
 
     def _post_receives(self, ticket: Ticket) -> None:
         incoming = self._incoming(ticket)
         tag = self._tag(ticket)
         ticket.works = [(rank, _irecv(tensor, rank, self.group.payload, tag)) for rank, tensor in incoming]
+        self._thread("receive").submit(lambda: self._arrive(ticket))
 
     def _incoming(self, ticket: Ticket) -> list[tuple[int, Tensor]]:
         incoming = [(rank, ticket.received[i]) for i, rank in self._peers if ticket.received[i].numel()]

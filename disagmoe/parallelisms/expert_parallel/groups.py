@@ -21,8 +21,8 @@ class EPGroups:
     layout: ExpertParallelLayout
     exchange: ExchangeGroup
     passes: dict[tuple[int, int, bool], dist.ProcessGroup] = field(default_factory=dict)
-    """By sending and receiving pipeline rank and pass: this worker and its counterpart there. Over gloo, where messages
-    have tags, all of them are one group."""
+    """By sending and receiving pipeline rank and pass: this worker and its counterpart there. Where messages have tags
+    all of them are one group."""
     dense_sync: dist.ProcessGroup | None = None
     """All workers of this pipeline rank, over the replicas."""
     expert_sync: dist.ProcessGroup | None = None
@@ -36,13 +36,19 @@ class EPGroups:
 
 
 def make_groups(
-    layout: ExpertParallelLayout, *, borders: set[tuple[int, int, bool]], backend: str, timeout_s: float
+    layout: ExpertParallelLayout,
+    *,
+    borders: set[tuple[int, int, bool]],
+    backend: str,
+    strict_order: bool,
+    timeout_s: float,
 ) -> EPGroups:
     """Make a layout's groups. Collective: every rank of the world calls it, with equal arguments.
 
     Args:
         borders: (sending pipeline rank, receiving one, backward) of all transfers between chunks.
         backend: of payloads and gradients; counts always travel over gloo.
+        strict_order: messages have no tags, as on NCCL.
     """
     worker = layout.workers_on(dist.get_rank())[0]
     ranks = layout.group_ranks(Role.ATTN, worker.group, worker.replica)
@@ -69,7 +75,7 @@ def make_groups(
     for replica in by_place:
         for index in range(width):
             column = [members[index] for members in replica]
-            if backend == "gloo":
+            if backend == "gloo" and not strict_order:
                 column_group = group_of(column, limit_s=_EDGE_LIMIT_S) if depth > 1 else None
                 if column_group is not None:
                     groups.passes = dict.fromkeys(borders, column_group)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from disagmoe.engine import DisagEngine, Engine
+from disagmoe.expert_parallel_engine import EPEngine
 from disagmoe.layout import Role
 from disagmoe.schedules.actions import Action, Kind
+from disagmoe.schedules.chunk_orders import ChunkWork
 
 
 def prefer_experts(engine: Engine, *, bias: Sequence[float]) -> None:
@@ -88,6 +90,19 @@ def fail(engine: Engine, *, how: str, role: str = "ffn", microbatch: int = 1) ->
         os._exit(7)
 
     engine.pipeline.runtime.before_action = before_action
+
+
+def fail_in_chunk(engine: Engine) -> None:
+    """Make the last worker of an expert-parallel pipeline raise an error in its second micro-batch."""
+    assert isinstance(engine, EPEngine)
+    if engine.workers[0].group == 0 or engine.workers[0].index == 0:
+        return
+
+    def before_work(work: ChunkWork) -> None:
+        if (work.kind, work.microbatch) == ("F", 1):
+            raise RuntimeError("a deliberate error")
+
+    engine.pipeline.runtime.before_work = before_work
 
 
 def _parameters(engine: Engine) -> Iterator[tuple[str, Any]]:

@@ -23,6 +23,7 @@ class Bad(NamedTuple):
     said: list[str]
 
 
+EP = '[parallelism]\nmode = "ep"\n[expert_parallel]\n'
 BAD = [
     Bad(
         "profile of the unsplit model",
@@ -66,6 +67,26 @@ BAD = [
     Bad("colocate", "[disagmoe]\ncolocate = true", [], ["disagmoe.attn_workers = 2", "must be 1", "colocate = false"]),
     Bad("order", '[disagmoe]\nrank_order = "paird"', [], ['= "paird"', '"paired", "attn_first" or', "did you mean"]),
     Bad("order of workers", '[disagmoe]\nrank_order = ["r0.A0.0", "r0.A0.9"]', [], ["unknown ['r0.A0.9']", "r0.F0.1"]),
+    Bad("experts, EP", EP + "expert_workers = 9", [], ["expert_workers = 9", "at most 8, the number of experts"]),
+    Bad("ranks, EP", EP + "pipeline_depth = 7", [], ["FILE", "pipeline_depth = 7", "at most 6, the number of layers"]),
+    Bad("chunks, EP", EP + "pipeline_depth = 2\nchunks_per_rank = 4", [], ["makes 8 chunks", "chunks_per_rank = 3"]),
+    Bad(
+        "interleaved micro-batches, EP",
+        EP + "pipeline_depth = 3\nchunks_per_rank = 2\nmicrobatches = 7",
+        [],
+        ["microbatches = 7", "multiple of expert_parallel.pipeline_depth = 3", "set microbatches = 9"],
+    ),
+    Bad("V, EP", EP + 'overlap = "dual_pipe_v"', [], ["chunks_per_rank = 1", "must be 2", "set chunks_per_rank = 2"]),
+    Bad(
+        "short V, EP",
+        EP + 'overlap = "dual_pipe_v"\nchunks_per_rank = 2\npipeline_depth = 3\nmicrobatches = 5',
+        [],
+        ["microbatches = 5", "must be at least 6", "set microbatches = 6"],
+    ),
+    Bad("one part, EP", EP + 'overlap = "chunked"\nnum_chunks = 1', [], ["num_chunks = 1", "at least 2"]),
+    Bad("micro-batches, EP", EP + "microbatches = 17", [], ["expert_parallel.microbatches = 17", "at most 16"]),
+    Bad("replicas, EP", EP + "replicas = 17", [], ["expert_parallel.replicas = 17", "at most training.global_batch"]),
+    Bad("overlap, EP", EP + 'overlap = "chunk"', [], ['expert_parallel.overlap = "chunk"', 'did you mean "chunked"?']),
     Bad("sequence", "[training]\nseq_len = 1000000", [], ["FILE", "training.seq_len = 1000000", "at most 4096"]),
     Bad("strict NCCL", '[comm]\nbackend = "nccl"\nstrict_order = true', [], ["strict_order = true", "gloo"]),
     Bad("missing file", '[data]\nsource = "./no.jsonl"', [], ["FILE", '= "./no.jsonl"', "no such file"]),
