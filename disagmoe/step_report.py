@@ -73,6 +73,7 @@ def gather_workers(
     layout: Layout | None,
     loss: Tensor | None,
     step_time_s: float,
+    pipeline_time_s: float,
     sent_bytes: int,
     device: torch.device,
     stop: bool = False,
@@ -90,6 +91,7 @@ def gather_workers(
         [
             0.0 if loss is None else float(loss),
             step_time_s,
+            pipeline_time_s,
             clock.compute_s,
             clock.exposed_comm_s,
             clock.idle_s,
@@ -106,12 +108,16 @@ def gather_workers(
     else:
         everyone = [own]
     table = torch.stack(everyone)
-    values = {metrics.LOSS: float(table[:, 0].sum()), metrics.STEP_TIME_S: float(table[:, 1].max())}
+    values = {
+        metrics.LOSS: float(table[:, 0].sum()),
+        metrics.STEP_TIME_S: float(table[:, 1].max()),
+        metrics.PIPELINE_TIME_S: float(table[:, 2].max()),
+    }
     for role in Role:
         if layout is None:
             ranks = [0] if role is Role.ATTN else []
         else:
             ranks = [r for r in range(world_size) if any(w.role is role for w in layout.workers_on(r))]
-        per_worker = {key: table[ranks, 2 + i].tolist() for i, key in enumerate(_PER_WORKER)}
+        per_worker = {key: table[ranks, 3 + i].tolist() for i, key in enumerate(_PER_WORKER)}
         values |= metrics.role_metrics(role, per_worker)
     return values, bool(table[:, -1].any())

@@ -173,7 +173,9 @@ class Trainer:
         with monitor.collective(f"step {step}, counting tokens"):
             valid_tokens = self._sum(num_valid)
 
+        pipeline_start_s = time.monotonic()
         loss = engine.run(inputs, loss_scale=1.0 / max(valid_tokens, 1), step=step)
+        pipeline_time_s = time.monotonic() - pipeline_start_s
         with monitor.collective(f"step {step}, summing gradients"):
             engine.gradients.reduce()
             grad_norm = engine.gradients.clip(config.training.max_grad_norm)
@@ -190,7 +192,7 @@ class Trainer:
                 update_router_bias(router.bias_E, counts_E[: router.bias_E.numel()], router.coeff)
 
         with monitor.collective(f"step {step}, reporting"):
-            values = self._report(step, start_s, sent_before, loss, valid_tokens, grad_norm, lr)
+            values = self._report(start_s, pipeline_time_s, sent_before, loss, valid_tokens, grad_norm, lr)
         self.logger.log(step, values)
         if clock.recording:
             with monitor.collective(f"step {step}, writing the timeline"):
@@ -273,8 +275,8 @@ class Trainer:
 
     def _report(
         self,
-        step: int,
         start_s: float,
+        pipeline_time_s: float,
         sent_before: int,
         loss: torch.Tensor | None,
         valid_tokens: int,
@@ -288,6 +290,7 @@ class Trainer:
             layout=self.world.layout if disaggregated else None,
             loss=loss,
             step_time_s=time.monotonic() - start_s,
+            pipeline_time_s=pipeline_time_s,
             sent_bytes=self.engine.sent_bytes - sent_before,
             device=self.world.device,
             stop=self.world.monitor.stop_requested,

@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from benchmarks.emulated_cluster import cgroups, network, ownership
+from benchmarks.emulated_cluster.nursery import ForkedProcess, Nursery
 from benchmarks.emulated_cluster.spec import ClusterSpec
 
 MASTER_PORT = 29500
@@ -147,13 +148,7 @@ class EmulatedCluster:
             shown_ranks: whose standard output is passed on; standard error is passed on from all.
             stdout: where to, a file descriptor; this process's standard output if not given.
         """
-        if any(run.alive for run in self._runs):
-            raise RuntimeError("another run is under way in this cluster")
-        self.release()
-        run = Run(self, throttle_when=None if throttle_when is None else Path(throttle_when))
-        self._runs.append(run)
-        if throttle_when is None:
-            self.throttle()
+        run = self._new_run(throttle_when)
         for rank in range(self.spec.world_size):
             run.processes.append(
                 subprocess.Popen(
@@ -175,6 +170,47 @@ class EmulatedCluster:
             TimeoutError: it took longer than `timeout_s`; its workers have been killed.
         """
         return self.start(command, **options).wait(timeout_s)
+
+    def start_forked(
+        self,
+        nursery: Nursery,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        cwd: Path,
+        environment: Mapping[str, str] | None = None,
+        throttle_when: str | Path | None = None,
+    ) -> Run:
+        """As `start` with `python -m module arguments`, in processes that `nursery` forks; all outputs go to `log`."""
+        run = self._new_run(throttle_when)
+        for rank in range(self.spec.world_size):
+            run.processes.append(
+                nursery.start(
+                    module,
+                    arguments,
+                    environment=self._environment(rank) | dict(environment or {}),
+                    cwd=cwd,
+                    log=log,
+                    namespace=network.namespace(self.name, self.spec.node_of(rank)),
+                    cgroup=cgroups.worker(self.name, rank),
+                )
+            )
+        return run
+
+    def sent_bytes(self) -> list[int]:
+        """What each node's card has sent so far, headers included."""
+        return [network.sent_bytes(network.namespace(self.name, node)) for node in range(self.spec.nodes)]
+
+    def _new_run(self, throttle_when: str | Path | None) -> Run:
+        if any(run.alive for run in self._runs):
+            raise RuntimeError("another run is under way in this cluster")
+        self.release()
+        run = Run(self, throttle_when=None if throttle_when is None else Path(throttle_when))
+        self._runs = [run]
+        if throttle_when is None:
+            self.throttle()
+        return run
 
     def _environment(self, rank: int) -> dict[str, str]:
         spec, node = self.spec, self.spec.node_of(rank)
@@ -224,7 +260,7 @@ class Run:
     def __init__(self, cluster: EmulatedCluster, *, throttle_when: Path | None) -> None:
         self._cluster = cluster
         self._throttle_when = throttle_when
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | ForkedProcess] = []
         """By rank."""
 
     @property

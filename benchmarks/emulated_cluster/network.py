@@ -10,6 +10,7 @@ machine's own namespace, so no address or interface name can clash, and a cluste
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from pathlib import Path
 
@@ -67,6 +68,12 @@ def limit(name: str, spec: ClusterSpec) -> None:
                 # fmt: on
             elif "tbf" in call("tc", "-n", where, "qdisc", "show", "dev", device):
                 call("tc", "-n", where, "qdisc", "del", "dev", device, "root")
+
+
+def sent_bytes(where: str) -> int:
+    """What the card of a namespace has sent."""
+    (link,) = json.loads(call("ip", "-n", where, "-s", "-j", "link", "show", "dev", INTERFACE))
+    return int(link["stats64"]["tx"]["bytes"])
 
 
 def remove(name: str) -> None:

@@ -31,6 +31,7 @@ TOKENS = "tokens"
 VALID_TOKENS = "valid_tokens"
 TOKENS_PER_S = "tokens_per_s"
 STEP_TIME_S = "step_time_s"
+PIPELINE_TIME_S = "pipeline_time_s"
 MFU = "mfu"
 ROWS_PER_TOKEN = "rows_per_token"
 EXPERT_LOAD = "expert_load.layer_{layer}"
@@ -54,6 +55,12 @@ METRICS = (
     ),
     Metric(key=TOKENS_PER_S, unit="tokens/s", meaning="tokens / step_time_s, over all workers."),
     Metric(key=STEP_TIME_S, unit="s", meaning="Wall-clock time of the step, slowest worker, data loading included."),
+    Metric(
+        key=PIPELINE_TIME_S,
+        unit="s",
+        meaning="The forward and backward passes' part of it, slowest worker: without data loading, summing gradients, "
+        "optimizer and reporting.",
+    ),
     Metric(
         key=MFU,
         unit="fraction",

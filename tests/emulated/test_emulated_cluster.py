@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.emulated_cluster import ClusterSpec, EmulatedCluster, cgroups, network, ownership, requirements
+from benchmarks.emulated_cluster.nursery import Nursery
 from benchmarks.emulated_cluster.self_test import measure
 from benchmarks.emulated_cluster.spec import parse_cpus, parse_rates
 
@@ -188,3 +189,24 @@ def test_the_command_line_wants_one_thing_to_do(options: list[str]) -> None:
     )
     assert done.returncode == 2
     assert "either a command after -- or --self-test" in done.stderr
+
+
+@needs_root
+def test_forked_workers_are_as_good_as_started_ones(tmp_path: Path) -> None:
+    (tmp_path / "probe_me.py").write_text(
+        "import os, sys, socket\n"
+        "open(sys.argv[1] + os.environ['RANK'], 'w').write(' '.join(name for _, name in socket.if_nameindex()))\n"
+        "sys.exit(int(os.environ['RANK']) * 3)\n"
+    )
+    spec = ClusterSpec(nics_bit_per_s=(0.0, 0.0), cpus=(0.5, 0.5))
+    with EmulatedCluster(spec) as cluster, Nursery(["json"]) as nursery:
+        run = cluster.start_forked(
+            nursery, "probe_me", [f"{tmp_path}/seen"], log=tmp_path / "log", cwd=tmp_path, environment={"A": "1"}
+        )
+        pids = [process.pid for process in run.processes]
+        assert run.wait(60) == 3, (tmp_path / "log").read_text()
+        sent = cluster.sent_bytes()
+    assert [process.returncode for process in run.processes] == [0, 3]
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in range(2)] == ["lo eth0"] * 2
+    assert len(sent) == 2
+    assert not [pid for pid in pids if ownership.started(pid)]
