@@ -1,7 +1,9 @@
 """DeepSeek-MoE: a dense first layer, then fine-grained routed experts beside shared ones (arXiv 2401.06066).
 
 `16B` is the published model; `16B-top4` is the variant in the evaluation of the paper that this project implements
-(arXiv 2605.11005): top-4 and sequences of up to 32K tokens. Nothing at module level may import torch.
+(arXiv 2605.11005): top-4 and sequences of up to 32K tokens. The `bench` flavors are for comparisons of speed on small
+machines (docs/speed.md): 8 MoE layers, attention and experts about equally expensive; `bench-skewed` routes unevenly.
+Nothing at module level may import torch.
 """
 
 from __future__ import annotations
@@ -53,6 +55,20 @@ def _16b(name: str, *, top_k: int, seq: int) -> ModelShape:
     )
 
 
+def _bench(name: str, *, top_k: int) -> ModelShape:
+    return _shape(
+        name,
+        dim=256,
+        num_layers=9,
+        attention=AttentionShape(num_heads=8, num_kv_heads=8, head_dim=32),
+        dense_dim=512,
+        moe=MoEShape(num_experts=16, top_k=top_k, expert_dim=128, shared_dim=2 * 128),
+        vocab_size=1024,
+        seq=8192,
+        init_std=0.02,
+    )
+
+
 # Initial weights as published for the 16B model; about 1 / (2 sqrt(dim)) for the small one, which learns much faster
 # with it.
 SHAPES = {
@@ -67,9 +83,28 @@ SHAPES = {
         seq=4096,
         init_std=0.06,
     ),
+    "bench": _bench("deepseek-moe-bench", top_k=4),
+    **{f"bench-top{k}": _bench(f"deepseek-moe-bench-top{k}", top_k=k) for k in (1, 2, 8)},
+    "bench-skewed": _bench("deepseek-moe-bench-skewed", top_k=4),
     "16B": _16b("deepseek-moe-16B", top_k=6, seq=4096),
     "16B-top4": _16b("deepseek-moe-16B-top4", top_k=4, seq=32768),
 }
+
+
+SKEWED = ("deepseek-moe-bench-skewed",)
+
+
+def _skewed_normal(weight_ED: Any, *, std: float) -> None:
+    """Router weights whose size falls from 2 std to 0 with the expert's number.
+
+    Scores of an expert with small weights hardly vary, those of one with large weights are often among the highest: the
+    first experts get about twice the average load at top-4 of 16.
+    """
+    import torch
+
+    torch.nn.init.normal_(weight_ED, std=std)
+    with torch.no_grad():
+        weight_ED.mul_(torch.linspace(2.0, 0.0, weight_ED.shape[0], device=weight_ED.device)[:, None])
 
 
 def build_config(shape: ModelShape) -> Any:
@@ -88,6 +123,7 @@ def build_config(shape: ModelShape) -> Any:
     dim = shape.dim
     init = partial(nn.init.normal_, std=shape.init_std)
     weight = {"weight": init}
+    gate = {"weight": partial(_skewed_normal, std=shape.init_std)} if shape.name in SKEWED else weight
 
     def norm(size: int) -> Any:
         return RMSNorm.Config(normalized_shape=size, eps=shape.norm_eps, param_init={"weight": nn.init.ones_})
@@ -101,7 +137,7 @@ def build_config(shape: ModelShape) -> Any:
             router=make.make_router_config(
                 dim=dim,
                 num_experts=moe.num_experts,
-                gate_param_init=weight,
+                gate_param_init=gate,
                 top_k=moe.top_k,
                 score_func="softmax",
                 route_norm=moe.route_norm,
