@@ -38,8 +38,10 @@ NODE_RANK=${NODE_RANK:-0}
 export LOG_RANK=${LOG_RANK:-0} NNODES NODE_RANK
 
 find_environment
-# Refuses a bad configuration before any process starts; prints how many processes this node starts.
-processes=$("$PYTHON" -m disagmoe.cli check "$CONFIG_FILE" --launch "$@")
+# Refuses a bad configuration before any process starts; prints how many processes this node starts, and how many seconds
+# they may take to end when they are told to.
+answer=$("$PYTHON" -m disagmoe.cli check "$CONFIG_FILE" --launch "$@")
+read -r processes shutdown_s <<<"$answer"
 
 if [ "$NNODES" -gt 1 ]; then
     [ -n "${MASTER_ADDR:-}" ] || die "NNODES = $NNODES: set MASTER_ADDR to the address of node 0"
@@ -56,5 +58,7 @@ fi
 # Threads that wait for each other by spinning take the cores from the ones that they wait for, as soon as anything else
 # runs on the machine.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# In place of this shell, so that signals reach it; it passes these on to the workers, which save before they end.
 exec "$PYTHON" -m torch.distributed.run --nproc-per-node="$processes" "${rendezvous[@]}" \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout="${shutdown_s:-30}" \
     -m disagmoe.train --config-file="$CONFIG_FILE" "$@"

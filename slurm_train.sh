@@ -10,6 +10,11 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
+# With checkpoints on, a run told by SIGUSR1 or SIGTERM saves and ends; submitted again with the same dump folder, or
+# requeued, it goes on from there. Two minutes before the time limit, and whenever a more urgent job needs the nodes:
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
 set -euo pipefail
 
 # Slurm runs a copy of this script: the tree is where the job was submitted from.

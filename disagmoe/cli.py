@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -56,7 +57,8 @@ def check(arguments: Sequence[str]) -> int:
     modes.add_argument(
         "--launch",
         action="store_true",
-        help="check also GPUs and the dump folder; print only the number of processes to start on this node",
+        help="check also GPUs, the dump folder and the checkpoint to resume from; print only the number of processes to "
+        "start on this node and, with checkpoints, the seconds to let them end in",
     )
     flags = ("--help", "-h", "--print-world-size", "--launch")
     overrides = [a for a in arguments[1:] if a not in flags]
@@ -95,7 +97,10 @@ def check(arguments: Sequence[str]) -> int:
     if options.print_world_size:
         print(world_size)
     elif options.launch:
-        print(local_processes(world_size, launch))
+        processes = local_processes(world_size, launch)
+        part = resolved.config.checkpoint
+        # Beyond the grace time the workers end by themselves; the launcher only has to outwait them.
+        print(f"{processes} {math.ceil(part.grace_s) + 15}" if part.enable else processes)
     else:
         local = local_processes(world_size, launch) if "NGPU" in os.environ or "NNODES" in os.environ else None
         print(report(plan, processes_per_node=local))

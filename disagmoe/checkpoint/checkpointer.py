@@ -114,11 +114,11 @@ class Checkpointer:
         if self._thread is not None and not self._thread.is_alive():
             self._settle()
         if due and position.step != self._saved_step:
-            self._save(position, wait=last or self._config.checkpoint.async_mode == "disabled")
+            self._save(position, wait=last or self._config.checkpoint.async_mode == "disabled", last=last)
         if last:
             self._settle(last=True)
 
-    def _save(self, position: Position, *, wait: bool) -> None:
+    def _save(self, position: Position, *, wait: bool, last: bool) -> None:
         called_s = time.monotonic()
         self._world.monitor.status.write(f"step {position.step}, saving a checkpoint")
         self._settle()
@@ -139,7 +139,7 @@ class Checkpointer:
             Save(step=position.step, stall_s=time.monotonic() - called_s, total_s=float("nan"), bytes=size)
         )
         if wait:
-            self._settle()
+            self._settle(last=last)
 
     def _stage(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copy to host memory of our own, which is kept for the next time."""

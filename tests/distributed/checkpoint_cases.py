@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 
+from disagmoe.checkpoint.folder import CheckpointError
+from disagmoe.config.errors import ConfigError
 from disagmoe.config.schema import CheckpointConfig, Config, ParallelismConfig
 from disagmoe.trainer import Trainer
 from disagmoe.world import World
@@ -33,14 +36,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """Names of the matrix's rows and columns; all of different ways to hold the same model."""
 
 
-def config_of(layout: str, documents: Path, folder: Path, **checkpoint: Any) -> Config:
+def config_of(
+    layout: str, documents: Path, folder: Path, *, global_batch_size: int = 14, **checkpoint: Any
+) -> Config:
     """AdamW (two moments) on a model with router biases and shared experts, saving every second step."""
     options = dict(LAYOUTS[layout])
     mode = options.pop("mode", "disagmoe")
-    config = make_config("deepseek_moe", documents, optimizer=ADAMW, **options)
+    config = make_config(
+        "deepseek_moe", documents, optimizer=ADAMW, global_batch_size=global_batch_size, **options
+    )
     part = CheckpointConfig(**{"enable": True, "interval": SAVED_STEP, "async_mode": "disabled", **checkpoint})
     return replace(
-        config, parallelism=ParallelismConfig(mode=mode), checkpoint=part, dump_folder=str(folder)
+        config,
+        parallelism=ParallelismConfig(mode=mode),
+        checkpoint=part,
+        training=replace(config.training, steps=20),
+        dump_folder=str(folder),
     )
 
 
@@ -129,3 +140,55 @@ def merge(ranks: list[Digests]) -> dict[tuple[str, int], str]:
     several = [place for place, values in joined.items() if len(values) != 1]
     assert not several, f"homes differ in {several}"
     return {place: values.pop() for place, values in joined.items()}
+
+
+def run_body(case: Case, world: World) -> dict[str, Any]:
+    """A run as `disagmoe.trainer.train` does it; errors of configuration and checkpoints are part of the result.
+
+    `hook_arguments`: {"unlink_at": [step, path]} removes a file after that step, {"largest_file": bytes} limits what
+    a process may write into one.
+    """
+    indices: list[int] = []
+    result: dict[str, Any] = {"indices": indices, "losses": [], "error": ""}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        trainer = Trainer(case.config, world, folder=Path(case.folder) if case.folder else None)
+        _record_indices(trainer, indices)
+        _unlink_after(trainer, *case.hook_arguments.get("unlink_at", (0, "")))
+        if "largest_file" in case.hook_arguments:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (case.hook_arguments["largest_file"], limits[1]))
+        trainer.run(case.steps)
+        trainer.close()
+    except (CheckpointError, ConfigError) as error:
+        result["error"] = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if "trainer" in locals():
+        result["losses"] = [entry["loss"] for entry in trainer.history]
+        result["position"] = trainer.position
+    return result
+
+
+def _record_indices(trainer: Trainer, indices: list[int]) -> None:
+    """Note the samples that this process trains on, if it is the one to count."""
+    if trainer._data is None:
+        return
+    batch = trainer._data.batch
+
+    def recording(asked: Any) -> Any:
+        indices.extend(asked)
+        return batch(asked)
+
+    trainer._data.batch = recording  # type: ignore[method-assign]
+
+
+def _unlink_after(trainer: Trainer, step: int, path: str) -> None:
+    train_step = trainer.train_step
+
+    def wrapped(number: int) -> dict[str, Any]:
+        values = train_step(number)
+        if number == step:
+            Path(path).unlink()
+        return values
+
+    trainer.train_step = wrapped  # type: ignore[method-assign]

@@ -59,6 +59,7 @@ class Nursery:
         assert self._read() == "ready"
 
     def run(self, fault: Fault, *arguments: str, limit_s: float = 40.0) -> Outcome:
+        """Train with a fault. The dump folder is the argument `--dump_folder`, or a new one."""
         folder = self.folder / uuid.uuid4().hex[:8]
         folder.mkdir()
         fault = replace(fault, note=str(folder / "note"))
@@ -95,7 +96,7 @@ class Nursery:
 class Torchrun:
     """A run started by torchrun; every process of it carries a mark in its environment."""
 
-    def __init__(self, folder: Path, fault: Fault) -> None:
+    def __init__(self, folder: Path, fault: Fault, *arguments: str) -> None:
         self.folder = folder
         self._fault = replace(fault, note=str(folder / "note"))
         self._mark = f"DISAGMOE_TEST_MARK={uuid.uuid4().hex}"
@@ -105,8 +106,9 @@ class Torchrun:
             [
                 *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={LAYOUT.world_size}"),
                 *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
+                "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # as run_train.sh does
                 *("-m", "tests.distributed.faults", encode(self._fault)),
-                *(CONFIG, *TINY, f"--dump_folder={folder / 'dump'}"),
+                *(CONFIG, *TINY, f"--dump_folder={folder / 'dump'}", *arguments),
             ],
             env={**ENVIRONMENT, name: value, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             cwd=ROOT,
@@ -156,8 +158,8 @@ class Torchrun:
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, fault: Fault) -> Iterator[Torchrun]:
-    run = Torchrun(folder, fault)
+def torchrun(folder: Path, fault: Fault, *arguments: str) -> Iterator[Torchrun]:
+    run = Torchrun(folder, fault, *arguments)
     try:
         yield run
     finally:

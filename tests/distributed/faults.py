@@ -39,7 +39,9 @@ class Fault:
     `sleep`: the main thread hangs there, the process stays alive;
     `forward`, `backward`, `expert`: an exception in a stage's module at its `action`-th call, in its backward, in its
     routed experts; `init`: while the model is built; `data`: at the `action`-th batch;
-    `stop_collective`: SIGSTOP before gradients are summed; `none`: nothing."""
+    `stop_collective`: SIGSTOP before gradients are summed; `usr1`: SIGUSR1 to itself before action number `action`;
+    `usr1_sleep`: the same, and then the main thread hangs;
+    `kill_saving`: SIGKILL at the `action`-th write of a checkpoint; `none`: nothing."""
     rank: int
     action: int = 0
     note: str = ""
@@ -150,6 +152,25 @@ def _in_collective(trainer: Any, fault: Fault) -> None:
     trainer.engine.gradients.reduce = stopping
 
 
+def _in_saving(trainer: Any, fault: Fault) -> None:
+    from disagmoe.checkpoint import storage
+
+    stream: Any = storage._HashingStream
+    write = stream.write
+    hook = _countdown(fault, trainer, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def counted(self: Any, data: Any) -> int:
+        hook()
+        return int(write(self, data))
+
+    stream.write = counted
+
+
+def _ask_and_hang() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(600)
+
+
 _ARM: dict[str, Callable[[Any, Fault], None]] = {
     "kill": _at_action(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "stop": _at_action(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
@@ -159,6 +180,9 @@ _ARM: dict[str, Callable[[Any, Fault], None]] = {
     "backward": _in_backward,
     "data": _in_data,
     "stop_collective": _in_collective,
+    "usr1_sleep": _at_action(_ask_and_hang),
+    "usr1": _at_action(lambda: os.kill(os.getpid(), signal.SIGUSR1)),
+    "kill_saving": _in_saving,
 }
 
 if __name__ == "__main__":
