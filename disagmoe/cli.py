@@ -57,8 +57,8 @@ def check(arguments: Sequence[str]) -> int:
     modes.add_argument(
         "--launch",
         action="store_true",
-        help="check also GPUs, the dump folder and the checkpoint to resume from; print only the number of processes to "
-        "start on this node and, with checkpoints, the seconds to let them end in",
+        help="check also GPUs, the dump folder and the checkpoint to resume from; print only the number of processes "
+        "to start on this node and, with checkpoints, the seconds to let them end in",
     )
     flags = ("--help", "-h", "--print-world-size", "--launch")
     overrides = [a for a in arguments[1:] if a not in flags]

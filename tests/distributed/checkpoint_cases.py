@@ -13,7 +13,7 @@ import torch
 
 from disagmoe.checkpoint.folder import CheckpointError
 from disagmoe.config.errors import ConfigError
-from disagmoe.config.schema import CheckpointConfig, Config, ParallelismConfig
+from disagmoe.config.schema import CheckpointConfig, Config, ExpertParallelConfig, ParallelismConfig
 from disagmoe.trainer import Trainer
 from disagmoe.world import World
 from tests.distributed.harness.cases import ADAMW, Case, make_config
@@ -24,7 +24,6 @@ SAVED_STEP = 2
 STEPS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
-    "1x1": {"layout": (1, 1, 1, 1)},
     "uneven_3x2": {"layout": (1, 1, 3, 2)},
     "uneven_1x3": {"layout": (1, 1, 1, 3), "rank_order": "attn_first"},
     "deep_2x2": {"layout": (2, 2, 1, 1), "schedule": "plain"},
@@ -32,6 +31,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "colocated": {"layout": (1, 1, 1, 1), "colocate": True},
     "colocated_replicas": {"layout": (2, 3, 1, 1), "colocate": True, "replicas": 2},
     "f_first": {"layout": (1, 1, 1, 1), "rank_order": ["r0.F0.0", "r0.A0.0"], "split_backward": True},
+    "ep_3": {"mode": "ep", "expert_workers": 3, "overlap": "chunked", "num_chunks": 2},
+    "ep_2x2": {"mode": "ep", "pipeline_depth": 2, "expert_workers": 2, "chunks_per_rank": 2, "deduplicate": True},
 }
 """Names of the matrix's rows and columns; all of different ways to hold the same model."""
 
@@ -42,13 +43,14 @@ def config_of(
     """AdamW (two moments) on a model with router biases and shared experts, saving every second step."""
     options = dict(LAYOUTS[layout])
     mode = options.pop("mode", "disagmoe")
-    config = make_config(
-        "deepseek_moe", documents, optimizer=ADAMW, global_batch_size=global_batch_size, **options
-    )
+    expert_parallel = ExpertParallelConfig(microbatches=2, **(options if mode == "ep" else {}))
+    placed = {} if mode == "ep" else options
+    config = make_config("deepseek_moe", documents, optimizer=ADAMW, global_batch_size=global_batch_size, **placed)
     part = CheckpointConfig(**{"enable": True, "interval": SAVED_STEP, "async_mode": "disabled", **checkpoint})
     return replace(
         config,
         parallelism=ParallelismConfig(mode=mode),
+        expert_parallel=expert_parallel,
         checkpoint=part,
         training=replace(config.training, steps=20),
         dump_folder=str(folder),
