@@ -1,0 +1,1 @@
+"""Training systems compared by wall-clock time on an emulated cluster; see docs/speed.md."""

@@ -1,0 +1,108 @@
+"""The generated part of docs/speed.md: a section a preset, with a table and a picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.side_by_side.preset import OURS, Preset
+
+
+def section(preset: Preset, result: Mapping[str, Any]) -> str:
+    """Markdown of a preset's result."""
+    spec = preset.cluster
+    rates = sorted({rate / 1e6 for rate in spec.nics_bit_per_s})
+    lines = [
+        f"## {preset.title}",
+        "",
+        preset.description,
+        "",
+        f"Preset `{preset.name}`: {spec.nodes} nodes x {spec.workers_per_node} workers, "
+        f"{' / '.join(f'{rate:g}' for rate in rates)} Mbit/s, "
+        f"{' / '.join(f'{cpu:g}' for cpu in sorted(set(spec.cpus)))} cores a worker; {result['num_rounds']} rounds. "
+        "Made by:",
+        "",
+        "```",
+        f"python -m benchmarks.side_by_side --preset {preset.name}",
+        "```",
+        "",
+        "| system | step, s | compute | exposed comm. | idle | sent, MB | peak memory, MB | tokens/s | simulated, s | "
+        "ours is faster | at most |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, values in result["systems"].items():
+        if name == OURS:
+            ratio, most = "", ""
+        else:
+            low, high = result["ratio_spread"][name]
+            ratio, most = f"{result['ratios'][name]:.2f}x ({low:.2f} - {high:.2f})", f"{result['ceilings'][name]:.2f}x"
+        predicted = values["predicted_step_s"]
+        simulated = "" if predicted is None else f"{predicted:.2f} ({values['predicted_error']:+.0%})"
+        lines.append(
+            f"| {values['title']}: {values['layout']} | {values['step_s']:.2f} | {values['compute_s']:.2f} | "
+            f"{values['exposed_comm_s']:.2f} | {values['idle_s']:.2f} | {values['sent_bytes'] / 1e6:.1f} | "
+            f"{values['peak_memory_bytes'] / 1e6:.0f} | {values['tokens_per_s']:.0f} | {simulated} | {ratio} | {most} |"
+        )
+    lines += ["", f"![Compute, exposed communication and idle time of each system](speed_{preset.name}.png)", ""]
+    if "exposed_cut" in result:
+        lines += [
+            f"Exposed communication is {result['exposed_cut']:.0%} less than expert parallelism's at equal experts a "
+            "worker, de-duplicated.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def insert(page: str, name: str, text: str) -> str:
+    """`page` with the section of preset `name` put in place of the one it has, or at its end.
+
+    >>> insert("# Speed\\n", "a", "new")
+    '# Speed\\n\\n<!-- preset a -->\\nnew\\n<!-- end -->\\n'
+    >>> insert("<!-- preset a -->\\nold\\n<!-- end -->\\nrest\\n", "a", "new")
+    '<!-- preset a -->\\nnew\\n<!-- end -->\\nrest\\n'
+    """
+    block = f"<!-- preset {name} -->\n{text.rstrip()}\n<!-- end -->"
+    pattern = re.compile(rf"<!-- preset {re.escape(name)} -->.*?<!-- end -->", re.S)
+    if pattern.search(page):
+        return pattern.sub(lambda _: block, page)
+    return f"{page.rstrip()}\n\n{block}\n"
+
+
+def write(preset: Preset, result: Mapping[str, Any], docs: Path) -> None:
+    """Put the section into docs/speed.md and draw its picture."""
+    path = docs / "speed.md"
+    page = path.read_text() if path.exists() else "# Speed, side by side\n"
+    path.write_text(insert(page, preset.name, section(preset, result)))
+    draw(result, docs / f"speed_{preset.name}.png")
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """A bar a system: where the average worker's time goes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    systems = list(result["systems"].values())[::-1]
+    parts = {
+        "compute": ("#3b6ea5", [s["compute_s"] for s in systems]),
+        "exposed communication": ("#c8621b", [s["exposed_comm_s"] for s in systems]),
+        "idle": ("#cccccc", [s["idle_s"] for s in systems]),
+        "outside the passes": (
+            "#888888",
+            [max(0.0, s["step_s"] - s["compute_s"] - s["exposed_comm_s"] - s["idle_s"]) for s in systems],
+        ),
+    }
+    figure, axis = pyplot.subplots(figsize=(9, 0.5 * len(systems) + 1.4))
+    left = [0.0] * len(systems)
+    for label, (colour, widths) in parts.items():
+        axis.barh([s["title"] for s in systems], widths, left=left, color=colour, label=label, height=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axis.set_xlabel("seconds a step, average worker")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,83 @@
+"""From measured launches to medians, paired ratios and their ceilings. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.side_by_side.measure import Launch
+from benchmarks.side_by_side.preset import OURS, Preset, System, layout_text
+
+DEDUPLICATED = "ep_equal_experts_dedup"
+"""The baseline that exposed communication is compared with."""
+Rounds = Mapping[str, Sequence[Launch]]
+"""By system, its launches; the i-th of each are of round i."""
+_SECONDS = ("step_s", "pipeline_s", "compute_s", "exposed_comm_s", "idle_s")
+
+
+def summarise(preset: Preset, systems: Sequence[System], rounds: Rounds) -> dict[str, Any]:
+    """What `--json` writes: {preset, systems, ratios, ratio_spread, ceilings, exposed_cut, rounds}.
+
+    Seconds and bytes are medians over rounds. A ratio is the median over rounds of baseline's step / ours in the same
+    round, its spread the smallest and largest of those.
+    """
+    measured = {system.name: _system(system, rounds[system.name], preset) for system in systems}
+    result: dict[str, Any] = {
+        "preset": preset.name,
+        "num_rounds": min(len(launches) for launches in rounds.values()),
+        "systems": measured,
+        "ratios": {},
+        "ratio_spread": {},
+        "ceilings": {},
+    }
+    if OURS not in rounds:
+        return result
+    for name in measured:
+        if name == OURS:
+            continue
+        pairs = [base.step_s / own.step_s for base, own in zip(rounds[name], rounds[OURS], strict=False)]
+        result["ratios"][name] = median(pairs)
+        result["ratio_spread"][name] = [min(pairs), max(pairs)]
+        result["ceilings"][name] = ceiling(
+            wire_share=measured[name]["wire_share"],
+            nic_bytes_ratio=measured[OURS]["nic_bytes"] / max(measured[name]["nic_bytes"], 1.0),
+        )
+    if DEDUPLICATED in measured:
+        result["exposed_cut"] = 1 - measured[OURS]["exposed_comm_s"] / measured[DEDUPLICATED]["exposed_comm_s"]
+    return result
+
+
+def ceiling(*, wire_share: float, nic_bytes_ratio: float) -> float:
+    """Most that a system can be faster than a baseline that overlaps nothing, with the same compute.
+
+    Args:
+        wire_share: c, of the baseline's step: bytes of its busiest card / the card's rate / step.
+        nic_bytes_ratio: q, our bytes / its bytes.
+
+    Our step is no shorter than the baseline's compute, (1 - c) of its step, nor than our own wire time, q c of it.
+
+    >>> round(ceiling(wire_share=0.45, nic_bytes_ratio=1.0), 3)
+    1.818
+    """
+    compute, wire = 1 - wire_share, nic_bytes_ratio * wire_share
+    return 1 / max(compute, wire, 1e-9)
+
+
+def _system(system: System, launches: Sequence[Launch], preset: Preset) -> dict[str, Any]:
+    values: dict[str, Any] = {key: median(getattr(launch, key) for launch in launches) for key in _SECONDS}
+    for key in ("sent_bytes", "nic_bytes", "peak_memory_bytes", "tokens_per_s"):
+        values[key] = median(getattr(launch, key) for launch in launches)
+    known = [launch for launch in launches if launch.predicted_step_s is not None]
+    predictions = [(launch.predicted_step_s or 0.0, launch.step_s) for launch in known]
+    rate = min(rate for rate in preset.cluster.nics_bit_per_s) / 8
+    return {
+        "title": system.title,
+        "layout": layout_text(system.overrides),
+        **values,
+        "predicted_step_s": median(p for p, _ in predictions) if predictions else None,
+        "predicted_error": median(p / s - 1 for p, s in predictions) if predictions else None,
+        "payload_wire_share": values["sent_bytes"] * preset.cluster.workers_per_node / rate / values["step_s"],
+        "wire_share": values["nic_bytes"] / rate / values["step_s"],
+        "step_s_of_rounds": [launch.step_s for launch in launches],
+    }
