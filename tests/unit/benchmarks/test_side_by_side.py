@@ -1,0 +1,111 @@
+"""Presets are valid and comparable; summaries and pages are made as documented."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.side_by_side import page
+from benchmarks.side_by_side.measure import Launch
+from benchmarks.side_by_side.preset import OURS, Preset, System, layout_text, load_preset, preset_names, resolve
+from benchmarks.side_by_side.summary import ceiling, summarise
+from disagmoe.config.checks import build_layout, check_config
+
+COMPARED = ("paper_like", "long_sequence", "top_k_1", "top_k_2", "top_k_8", "two_level", "imbalanced")
+KEYS = {
+    "ep_equal_experts",
+    "ep_equal_experts_dedup",
+    "ep_best_tuned",
+    "ep_best_tuned_dedup",
+    "overlap_best_tuned",
+    "overlap_best_tuned_dedup",
+}
+
+
+def configured(preset: Preset) -> dict[str, dict[str, object]]:
+    """Systems of a preset that need no tuning, by name."""
+    names = [name for name, table in preset.tables.items() if "tuned" not in table]
+    return {system.name: system.overrides for system in preset.systems(names)}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_presets_are_accepted_by_the_trainer_and_use_every_worker(name: str) -> None:
+    preset = load_preset(name)
+    overrides = configured(preset)
+    assert {OURS, "ep_equal_experts", "ep_equal_experts_dedup"} <= overrides.keys()
+    assert set(preset.tables) - {OURS} == KEYS
+    resolved = {system: resolve(own) for system, own in overrides.items()}
+    for system, config in resolved.items():
+        check_config(config)
+        assert build_layout(config.config).world_size == preset.cluster.world_size, system
+    part, ep = resolved[OURS].config.disagmoe, resolved["ep_equal_experts"].config.expert_parallel
+    assert part.ffn_workers == ep.expert_workers  # equal experts a worker
+    grids = {table["tuned"] for table in preset.tables.values() if "tuned" in table}
+    assert grids == set(preset.grids)
+    for grid in grids:
+        candidates = list(preset.candidates(grid))
+        assert len(candidates) >= 4
+        rows = {bool(own.get("expert_parallel.deduplicate", False)) for own in candidates}
+        assert rows == {grid.endswith("_dedup")}
+
+
+def test_all_presets_are_tested() -> None:
+    assert set(preset_names()) == set(COMPARED)
+
+
+def test_a_missing_preset_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"--preset fast: must be one of .*paper_like"):
+        load_preset("fast")
+
+
+def test_layouts_are_told_apart() -> None:
+    texts = [layout_text(own) for own in configured(load_preset("paper_like")).values()]
+    assert len(set(texts)) == len(texts)
+
+
+ONE = Launch(
+    step_s=10.0, pipeline_s=9.0, compute_s=5.0, exposed_comm_s=1.0, idle_s=3.0, sent_bytes=50e6, nic_bytes=60e6,
+    peak_memory_bytes=5e8, tokens_per_s=800.0, predicted_step_s=9.5, loss=5.0, start_s=8.0,
+)  # fmt: skip
+
+
+def result() -> dict[str, object]:
+    preset = load_preset("paper_like")
+    systems = [System(name=name, title=name, overrides=own) for name, own in configured(preset).items()]
+    rounds = {
+        OURS: [ONE, replace(ONE, step_s=20.0)],
+        "ep_equal_experts": [replace(ONE, step_s=15.0), replace(ONE, step_s=24.0)],
+        "ep_equal_experts_dedup": [replace(ONE, step_s=12.0, exposed_comm_s=4.0, nic_bytes=50e6)] * 2,
+    }
+    return summarise(preset, systems, rounds)
+
+
+def test_ratios_are_paired_within_rounds() -> None:
+    found = result()
+    assert found["ratios"] == pytest.approx({"ep_equal_experts": 1.35, "ep_equal_experts_dedup": 0.9})
+    assert found["ratio_spread"]["ep_equal_experts"] == pytest.approx([1.2, 1.5])  # type: ignore[index]
+    assert found["exposed_cut"] == 0.75
+    values = found["systems"]["ep_equal_experts_dedup"]  # type: ignore[index]
+    assert {"step_s", "exposed_comm_s", "idle_s", "sent_bytes", "predicted_step_s", "layout"} <= values.keys()
+    # 50 MB of a 12.5 MB/s card in 12 s; ours sends 60.
+    assert values["wire_share"] == pytest.approx(1 / 3)
+    assert found["ceilings"]["ep_equal_experts_dedup"] == pytest.approx(1.5)  # type: ignore[index]
+
+
+def test_ceiling_is_bounded_by_compute_and_by_bytes() -> None:
+    assert ceiling(wire_share=0.5, nic_bytes_ratio=1.5) == pytest.approx(1 / 0.75)
+    assert ceiling(wire_share=0.2, nic_bytes_ratio=1.5) == pytest.approx(1 / 0.8)
+
+
+def test_pages_are_written_again_in_place(tmp_path: Path) -> None:
+    preset, found = load_preset("paper_like"), result()
+    (tmp_path / "speed.md").write_text("# Speed\n\nwords\n")
+    page.write(preset, found, tmp_path)
+    once = (tmp_path / "speed.md").read_text()
+    page.write(preset, found, tmp_path)
+    assert (tmp_path / "speed.md").read_text() == once
+    assert once.startswith("# Speed\n\nwords\n")
+    assert "| 1.35x (1.20 - 1.50) |" in once
+    assert (tmp_path / "speed_paper_like.png").stat().st_size > 1000
