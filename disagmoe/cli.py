@@ -133,7 +133,15 @@ def checkpoint(arguments: Sequence[str]) -> int:
     return run_command(arguments)
 
 
+def allocate(arguments: Sequence[str]) -> int:
+    """`disagmoe allocate`: from a model and a cluster to a configuration."""
+    from disagmoe.allocate_cli import allocate as run_allocation
+
+    return run_allocation(arguments)
+
+
 COMMANDS = {
+    "allocate": Command("decide a layout for a model and a cluster, and write the TOML", allocate),
     "check": Command("check a configuration and print its layout, without starting anything", check),
     "keys": Command("list all configuration keys", keys),
     "simulate": Command("predict a step's time, and what other systems would need", simulate),

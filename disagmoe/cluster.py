@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Le
 Count = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
 PositiveOrZero = Annotated[float, Ge(0)]
+AtLeastOne = Annotated[float, Ge(1)]
 Efficiency = Annotated[float, Gt(0), Le(1)]
 
 
@@ -57,12 +58,26 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Nics:
-    """The network interfaces of one node, shared equally by its GPUs."""
+    """The network interfaces of one node, and the network between nodes."""
 
     per_node: Count
     bytes_per_s: Positive
     """Of one NIC and one direction."""
     latency_s: PositiveOrZero
+    pooled: bool = False
+    """False: each GPU has an equal share of its node's NICs, its own where there is one a GPU. True: a node's NICs may
+    be divided between its A- and its F-workers in any proportion."""
+    oversubscription: AtLeastOne = 1.0
+    """Bandwidth of a switch's ports to nodes over its bandwidth upwards; 1: the network carries what all NICs send."""
+    rails: Count = 1
+    """Above 1: NIC i of every node hangs on switch i (of so many), so that 1 in `rails` transfers meets no
+    oversubscription; 1: all transfers between nodes do."""
+
+    @property
+    def slowdown(self) -> float:
+        """By which a NIC's transfers are slower than its line rate when everybody sends."""
+        stays = 1 / self.rails if self.rails > 1 else 0.0
+        return stays + (1 - stays) * self.oversubscription
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +118,8 @@ class Pool:
 
     @property
     def nic_bytes_per_s_per_gpu(self) -> float:
-        """A GPU's equal share of its node's NICs, at line rate."""
-        return self.nics.per_node * self.nics.bytes_per_s / self.gpus_per_node
+        """A GPU's equal share of its node's NICs, at line rate, less what the network is oversubscribed by."""
+        return self.nics.per_node * self.nics.bytes_per_s / self.gpus_per_node / self.nics.slowdown
 
 
 @dataclass(frozen=True, kw_only=True)

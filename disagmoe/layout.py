@@ -14,7 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 from typing import Literal
+
+RANK_ORDERS = ("paired", "mixed", "attn_first", "apart")
+"""Orders by name; see `Layout.rank_order`."""
 
 
 class Role(Enum):
@@ -85,9 +89,10 @@ class Layout:
     replicas: int = 1
     colocate: bool = False
     rank_order: str | tuple[str, ...] = "paired"
-    """`paired`: A0 F0 A1 F1 ..., so an A-group and its F-group are neighbours. `attn_first`: all A-groups, then all
-    F-groups. Or the names of all workers (see `Worker.__str__`) in rank order. In the first two, replicas are
-    contiguous."""
+    """`paired`: A0 F0 A1 F1 ..., so an A-group and its F-group are neighbours. `mixed`: as `paired`, but A- and
+    F-workers alternate in proportion, so that every node has a share of both. `attn_first`: all A-groups, then all
+    F-groups. In these, replicas are contiguous. `apart`: all A-workers of all replicas, then all F-workers. Or the
+    names of all workers (see `Worker.__str__`) in rank order."""
 
     def __post_init__(self) -> None:
         for name in ("attn_depth", "ffn_depth", "attn_workers", "ffn_workers", "replicas"):
@@ -112,10 +117,13 @@ class Layout:
             for role, group in groups:
                 names += [Worker(replica, role.letter, group, i) for i in range(self.workers_of(role))]
         if isinstance(self.rank_order, str):
-            if self.rank_order not in ("paired", "attn_first"):
-                raise ValueError(
-                    f'rank_order = "{self.rank_order}": must be "paired", "attn_first" or a list of all worker names'
-                )
+            if self.rank_order not in RANK_ORDERS:
+                known = ", ".join(f'"{name}"' for name in RANK_ORDERS)
+                raise ValueError(f'rank_order = "{self.rank_order}": must be {known} or a list of all worker names')
+            if self.rank_order == "mixed":
+                names.sort(key=lambda w: (w.replica, self._share_before(w), w.role is Role.FFN))
+            elif self.rank_order == "apart":
+                names.sort(key=lambda w: w.role is Role.FFN)
             return tuple(names)
         by_name = {str(w): w for w in names}
         listed = list(self.rank_order)
@@ -128,6 +136,11 @@ class Layout:
                 f"unknown {unknown}, missing {missing}, repeated {twice}"
             )
         return tuple(by_name[n] for n in listed)
+
+    def _share_before(self, worker: Worker) -> Fraction:
+        """Where a worker stands among those of its role and replica, from 0 to 1."""
+        width = self.workers_of(worker.role)
+        return Fraction(2 * (worker.group * width + worker.index) + 1, 2 * self.depth_of(worker.role) * width)
 
     def workers_of(self, role: Role) -> int:
         """M or N."""

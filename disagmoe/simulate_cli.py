@@ -12,6 +12,9 @@ from disagmoe.config.errors import ConfigError, Problem, did_you_mean
 
 if TYPE_CHECKING:
     from disagmoe.check import Plan
+    from disagmoe.cluster import Cluster
+    from disagmoe.config.schema import Config
+    from disagmoe.shapes import ModelShape
     from disagmoe.simulator.costs import StageCosts
     from disagmoe.simulator.roofline import Job
     from disagmoe.simulator.systems import SystemRun
@@ -35,7 +38,7 @@ def simulate(arguments: Sequence[str]) -> int:
             [resolved.problem("parallelism.mode", 'must be "disagmoe": there is no pipeline to simulate')]
         )
     plan = make_plan(resolved)
-    job = _job(plan, load_cluster(options.cluster))
+    job = make_job(plan.config, plan.shape, load_cluster(options.cluster))
     if job.cluster.num_gpus < plan.layout.world_size:
         rule = f"has {job.cluster.num_gpus} GPUs, the layout needs {plan.layout.world_size}"
         raise ConfigError(
@@ -91,16 +94,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _job(plan: Plan, cluster: object) -> Job:
-    from disagmoe.cluster import Cluster
+def make_job(config: Config, shape: ModelShape, cluster: Cluster) -> Job:
+    """What a configuration trains, on a cluster.
+
+    Raises:
+        ValueError: a GPU has no peak for the configuration's dtype.
+    """
     from disagmoe.simulator.roofline import BYTES, Job
 
-    assert isinstance(cluster, Cluster)
-    config = plan.config
     width = BYTES[config.training.dtype]
     moments = 2 if config.optimizer.name == "AdamW" else int(config.optimizer.momentum > 0)
     job = Job(
-        model=plan.shape,
+        model=shape,
         cluster=cluster,
         seq_len=config.training.seq_len,
         global_batch=config.training.global_batch_size,

@@ -18,7 +18,7 @@ from disagmoe.config.launch import Launch
 from disagmoe.config.load import ResolvedConfig
 from disagmoe.config.recipe import Recipe, load_recipe
 from disagmoe.config.schema import Config
-from disagmoe.layout import Layout, build_stages
+from disagmoe.layout import RANK_ORDERS, Layout, build_stages
 from disagmoe.shapes import ModelShape
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -85,6 +85,21 @@ def find_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     yield from _tokenizer_problems(resolved, shape)
 
 
+def find_shape_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
+    """What is wrong with a configuration whatever its layout: model, sequence length, data."""
+    config = resolved.config
+    recipe = load_recipe(config.recipe.name)
+    shape = recipe.shapes.get(config.recipe.flavor)
+    if shape is None:
+        rule = f"recipes/{config.recipe.name}.py has no such flavor"
+        yield resolved.problem("recipe.flavor", rule, fix=did_you_mean(config.recipe.flavor, recipe.shapes))
+        return
+    yield from _model_problems(resolved, shape)
+    if not any(shape.is_moe_layer):
+        rule = "has no mixture-of-experts layer, so there is nothing to place on F-workers"
+        yield resolved.problem("recipe.flavor", rule)
+
+
 def _model_problems(resolved: ResolvedConfig, shape: ModelShape) -> Iterator[Problem]:
     if resolved.config.training.seq_len > shape.max_seq_len:
         rule = f"must be at most {shape.max_seq_len}, the longest sequence of {shape.name}"
@@ -103,7 +118,7 @@ def _layout_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
         build_layout(resolved.config)
     except ValueError as error:
         # The ranges hold and nothing is colocated: only the order is left.
-        near = nearest(part.rank_order, ("paired", "attn_first")) if isinstance(part.rank_order, str) else None
+        near = nearest(part.rank_order, RANK_ORDERS) if isinstance(part.rank_order, str) else None
         rule = str(error).partition(": must ")[2] or str(error)
         rule = f"must {rule}" if isinstance(part.rank_order, str) else rule
         yield resolved.problem("disagmoe.rank_order", rule, fix=f'did you mean "{near}"?' if near else "")

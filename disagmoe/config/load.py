@@ -201,21 +201,22 @@ def write_resolved(path: str | Path, resolved: ResolvedConfig) -> None:
         content = getattr(resolved.config, field.name)
         if not is_dataclass(content):
             # Keys outside a section must stand before the first one.
-            lines.insert(1, f"{field.name} = {_toml(content)}  # {resolved.sources[field.name]}")
+            lines.insert(1, f"{field.name} = {as_toml(content)}  # {resolved.sources[field.name]}")
             continue
         lines += [f"[{field.name}]"]
         for key in fields(content):
             value, source = getattr(content, key.name), resolved.sources[f"{field.name}.{key.name}"]
-            lines += [f"{key.name} = {_toml(value)}  # {source}"]
+            lines += [f"{key.name} = {as_toml(value)}  # {source}"]
         lines += [""]
     Path(path).write_text("\n".join(lines), encoding="utf-8")
 
 
-def _toml(value: object) -> str:
+def as_toml(value: object) -> str:
+    """A value as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):  # a JSON string is a TOML string, but for one character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
+        return f"[{', '.join(as_toml(item) for item in value)}]"
     return repr(value)

@@ -66,7 +66,8 @@ class DisagMoEConfig:
     send_after: Annotated[int, Ge(0), Le(1)] = 0
     """1: a transfer is sent after the compute action that follows its maker, so that on CUDA no launch waits for it."""
     rank_order: str | list[str] = "paired"
-    """Which worker is which rank: `paired`, `attn_first`, or a list of worker names such as `r0.A0.1`."""
+    """Which worker is which rank: `paired` (A0 F0 A1 F1 ...), `mixed` (the same, but both roles in every node),
+    `attn_first`, `apart` (A-workers of all replicas, then F-workers), or a list of worker names such as `r0.A0.1`."""
     colocate: bool = False
     """One process holds a whole replica (attn_workers = ffn_workers = 1): for one GPU, or a debugger."""
     recompute: Literal["none", "ffn", "full"] = "none"

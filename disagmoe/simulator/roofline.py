@@ -55,7 +55,9 @@ class Job:
     param_bytes: int = 2
     grad_bytes: int = 2
     optimizer_bytes: int = 4
-    """Of a parameter's optimizer state, sharded over the workers that hold a copy of it."""
+    """Of a parameter's optimizer state."""
+    shard_optimizer: bool = True
+    """Whether the workers that hold a copy of a parameter share its optimizer state; False: each has all of it."""
     head_tokens: int = 0
     """Tokens whose logits are alive at a time; 0: those of a micro-batch (the loss is computed in one go)."""
     technology: Technology = Technology()
@@ -66,7 +68,9 @@ class Job:
 
     def state_bytes(self, parts: Sequence[Replicated]) -> float:
         """Of one worker that holds `parts`."""
-        return state_bytes(parts, param=self.param_bytes, grad=self.grad_bytes, optimizer=self.optimizer_bytes)
+        sharded = self.optimizer_bytes if self.shard_optimizer else 0
+        kept = self.param_bytes + self.optimizer_bytes - sharded
+        return state_bytes(parts, param=kept, grad=self.grad_bytes, optimizer=sharded)
 
     def sync_s(self, parts: Sequence[Replicated]) -> float:
         """To sum the gradients of `parts`."""
@@ -143,6 +147,8 @@ class AFRoofline:
     job: Job
     layout: Layout
     microbatch_samples: int
+    nic_share: tuple[float, float] = (1.0, 1.0)
+    """An A-worker's and an F-worker's part of their node's NICs, over an equal part (see `Nics.pooled`)."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -179,14 +185,28 @@ class AFRoofline:
             backward_weight_s=tuple(s.backward_weight for s in seconds),
             forward_hop=tuple(forward),
             backward_hop=(*backward, NO_HOP),
-            activation_bytes=tuple(self.activation_bytes(stage) for stage in self.stages),
+            activation_bytes=tuple(map(self._activation_bytes, self.stages)),
         )
 
     def _pool(self, stage: Stage) -> Pool:
         worker = Worker(0, stage.role.letter, stage.group, 0)
         return self.job.cluster.place(self.layout.rank_of(worker))[0]
 
+    @cached_property
+    def _known_seconds(self) -> dict[tuple[object, ...], Seconds]:
+        return {}
+
     def _seconds(self, stage: Stage) -> Seconds:
+        layers = self.job.model.layers
+        held = [*stage.dense_layers, *([] if stage.moe_layer is None else [stage.moe_layer])]
+        shapes = tuple(layers[i] for i in held)
+        key = (stage.role, self._pool(stage).name, shapes, stage.has_embedding, stage.has_head)
+        known = self._known_seconds.get(key)
+        if known is None:
+            known = self._known_seconds[key] = self._make_seconds(stage)
+        return known
+
+    def _make_seconds(self, stage: Stage) -> Seconds:
         compute, layers = Compute(job=self.job, pool=self._pool(stage)), self.job.model.layers
         if stage.role is Role.FFN:
             assert stage.moe_layer is not None
@@ -225,7 +245,25 @@ class AFRoofline:
         )
         row = self.job.model.row_bytes(BYTES[self.job.dtype])
         ranks = [place.rank for place in (*owners, *holders)]
-        return hops_of(make_wire(self.job.cluster, ranks, row_bytes=row, all_to_all=None), sent, received)
+        hops = hops_of(make_wire(self.job.cluster, ranks, row_bytes=row, all_to_all=None), sent, received)
+        return {message: self._shared_nics(hop, message) for message, hop in hops.items()}
+
+    def _shared_nics(self, hop: Hop, message: Message) -> Hop:
+        from_attention = message in ("dispatch", "combine gradient")
+        sender, receiver = self.nic_share if from_attention else self.nic_share[::-1]
+        return hop._replace(send_s=hop.send_s / sender, recv_s=hop.recv_s / receiver)
+
+    @cached_property
+    def _known_bytes(self) -> dict[tuple[object, ...], float]:
+        return {}
+
+    def _activation_bytes(self, stage: Stage) -> float:
+        layers = self.job.model.layers
+        held = [*stage.dense_layers, *([] if stage.moe_layer is None else [stage.moe_layer])]
+        key = (stage.role, tuple(layers[i] for i in held), stage.has_head)
+        if key not in self._known_bytes:
+            self._known_bytes[key] = self.activation_bytes(stage)
+        return self._known_bytes[key]
 
     def activation_bytes(self, stage: Stage) -> float:
         """Kept by the most loaded worker between forward and backward; what a plain implementation keeps."""
@@ -238,27 +276,35 @@ class AFRoofline:
         size = sum(attention_activation_bytes(job, layers[i], self.worker_samples) for i in held)
         return size + (head_activation_bytes(job, self.worker_samples) if stage.has_head else 0)
 
+    def attention_params(self, stage: Stage) -> int:
+        """Of an A-stage."""
+        return attention_stage_params(self.job.model, stage)
+
     def held(self) -> dict[tuple[Role, int], list[Replicated]]:
         """By role and group: the parameters of its fullest worker, and who else holds them."""
         shape, layout = self.job.model, self.layout
-        parts: dict[tuple[Role, int], list[Replicated]] = {}
+        params: dict[tuple[Role, int], list[float]] = {}
         for stage in self.stages:
-            ranks = [
-                r for replica in range(layout.replicas) for r in layout.group_ranks(stage.role, stage.group, replica)
-            ]
-            held = parts.setdefault((stage.role, stage.group), [])
+            sums = params.setdefault((stage.role, stage.group), [0.0, 0.0])
             if stage.role is Role.ATTN:
-                held.append(Replicated(_attention_stage_params(shape, stage), ranks))
+                sums[0] += self.attention_params(stage)
                 continue
             assert stage.moe_layer is not None
             layer = shape.layers[stage.moe_layer]
             experts = len(split_evenly(layer.moe.num_experts, layout.ffn_workers)[0])
-            held.append(Replicated(experts * layer.moe.expert_params(shape.dim), ranks[:: layout.ffn_workers]))
-            held.append(Replicated(layer.expert_sublayer_params(shape.dim, 0), ranks))
+            sums[0] += layer.expert_sublayer_params(shape.dim, 0)
+            sums[1] += experts * layer.moe.expert_params(shape.dim)
+        parts: dict[tuple[Role, int], list[Replicated]] = {}
+        for (role, group), (replicated, expert) in params.items():
+            ranks = [r for replica in range(layout.replicas) for r in layout.group_ranks(role, group, replica)]
+            parts[role, group] = [Replicated(replicated, ranks)]
+            if role is Role.FFN:
+                parts[role, group].append(Replicated(expert, ranks[:: layout.ffn_workers]))
         return parts
 
 
-def _attention_stage_params(shape: ModelShape, stage: Stage) -> int:
+def attention_stage_params(shape: ModelShape, stage: Stage) -> int:
+    """Of an A-stage."""
     count = sum(shape.layers[layer].num_params(shape.dim) for layer in stage.dense_layers)
     if stage.moe_layer is not None:
         count += shape.layers[stage.moe_layer].attention_sublayer_params(shape.dim)

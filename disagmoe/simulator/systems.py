@@ -33,6 +33,8 @@ class AFPlan:
     """As in the configuration; 0: the schedule's own."""
     hoist: int = 8
     send_after: int = 0
+    nic_share: tuple[float, float] = (1.0, 1.0)
+    """As in `AFRoofline`."""
 
     @property
     def num_gpus(self) -> int:
@@ -104,7 +106,7 @@ def run_af_pipe(
             f"global batch of {job.global_batch} samples: must be a multiple of replicas x micro-batches = "
             f"{layout.replicas} x {plan.num_microbatches}"
         )
-    roofline = AFRoofline(job=job, layout=layout, microbatch_samples=samples)
+    roofline = AFRoofline(job=job, layout=layout, microbatch_samples=samples, nic_share=plan.nic_share)
     costs = costs or roofline.costs()
     parts: list[list[Replicated]] = [[] for _ in range(layout.num_groups)]
     for (role, group), held in roofline.held().items():

@@ -42,8 +42,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "checkpoint": {*BELOW_TRAINER, "optimizer", "engine", "world"},
     "check_expert_parallel": {"shapes", "layout", "schedules", "config"},
-    "check": {"shapes", "cluster", "layout", "schedules", "simulator", "config", "check_expert_parallel"},
+    "check": {"shapes", "cluster", "layout", "schedules", "simulator", "allocator", "config", "check_expert_parallel"},
     "simulate_cli": {"shapes", "cluster", "layout", "trace", "schedules", "simulator", "config", "check"},
+    "allocate_cli": {"cluster", "layout", "allocator", "simulator", "config", "check", "simulate_cli"},
     "cli": {"*"},
     "train": {"*"},
 }

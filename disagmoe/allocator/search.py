@@ -1,0 +1,164 @@
+"""Candidates in the order of their bounds, placed and simulated until no other can win, or a count is used up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from disagmoe.allocator.candidates import all_tables, within
+from disagmoe.allocator.evaluate import SCHEDULES, Outcome, Placed, place, shortened, simulate_placed
+from disagmoe.allocator.milp import Solution, solve
+from disagmoe.allocator.question import Candidate, Question
+
+Status = Literal["optimal", "feasible"]
+CUTOFF = 2.0
+"""Candidates with a bound of up to so many times the least one are considered; all, where none of these fits."""
+MAX_PLACED = 120
+"""Candidates whose packings and costs are worked out."""
+SCREENED = 20
+"""Candidates that are simulated with fewer layers."""
+ALIKE = 2
+"""Of these with the same depths and replicas."""
+ACTIONS = 120_000
+"""Compute actions that are scheduled and simulated with fewer layers, and again with all, at most."""
+UNEQUAL_EFFORT = 4
+"""Orders for unequal depths are searched among more waves."""
+FINALISTS = 3
+"""Candidates that are simulated with all layers, where `ACTIONS` lets them; of small models, many more."""
+SHORT = 12
+"""Layers of a shortened model, about."""
+CLOSE = 1.03
+"""Alternatives within this of the winner are reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The winner, what comes next, and how sure that is."""
+
+    question: Question
+    outcomes: tuple[Outcome, ...]
+    """The best schedule of every candidate that was simulated, fastest first."""
+    solution: Solution
+    """Of the model without simulation."""
+    least_s: float
+    """No candidate that was not simulated can have a shorter step."""
+
+    @property
+    def best(self) -> Outcome:
+        return self.outcomes[0]
+
+    @property
+    def gap(self) -> float:
+        """By which the simulated step may be longer than that of the best candidate, at most."""
+        return max(0.0, self.best.step_s / min(self.least_s, self.best.step_s) - 1)
+
+    @property
+    def status(self) -> Status:
+        """`optimal` among all candidates under the schedules tried, or only the best of those simulated."""
+        return "optimal" if self.gap == 0 and self.solution.status == "optimal" else "feasible"
+
+
+class NothingFits(ValueError):
+    """No candidate fits; `diagnose` says why."""
+
+
+def allocate(question: Question) -> Answer:
+    """The layout with the shortest simulated step.
+
+    Raises:
+        NothingFits: memory, batch or the runtime's rules leave no layout.
+    """
+    solution = solve(question)
+    if solution.candidate is None:
+        raise NothingFits("no layout fits")
+    placed, least_s = _placed(question, solution.step_s)
+    return _simulated(question, solution, placed, least_s)
+
+
+def _placed(question: Question, least_s: float) -> tuple[list[Placed], float]:
+    """The likeliest candidates with packings and costs, likeliest first; and the least bound of all others."""
+    tables = all_tables(question)
+    for cutoff_s in (least_s * CUTOFF, float("inf")):
+        ranked = sorted(r for table in tables for r in within(table, cutoff_s))
+        found = [p for r in ranked[:MAX_PLACED] if (p := place(question, r.candidate)).fits]
+        if found:
+            break
+    else:
+        raise NothingFits("no layout fits")
+    others_s = min([cutoff_s, *(r.bound_s for r in ranked[MAX_PLACED:])])
+    return sorted(found, key=lambda p: (p.estimate_s, p.candidate)), others_s
+
+
+def _simulated(question: Question, solution: Solution, placed: list[Placed], others_s: float) -> Answer:
+    names = [name for name in SCHEDULES if question.pins.allow("schedule", name)]
+    best: dict[Candidate, Outcome] = {}
+    effort = 0
+    for trial in _screened(placed, names):
+        p = trial.placed
+        shortest = min((o.step_s for o in best.values()), default=float("inf"))
+        if p.bound_s >= shortest or (len(best) >= FINALISTS and effort + _effort(p, trial.names) > ACTIONS):
+            continue
+        effort += _effort(p, trial.names)
+        split = question.pins.split_backward is True
+        outcome = simulate_placed(p, trial.names, split=split, in_flight=trial.in_flight)
+        if outcome is not None:
+            best[p.candidate] = outcome
+    if not best:
+        raise NothingFits("no layout fits")
+    least_s = min([others_s, *(p.bound_s for p in placed if p.candidate not in best)])
+    first = min(best.values(), key=_order)
+    if question.pins.split_backward is None:
+        halves = simulate_placed(first.placed, [first.schedule], split=True, in_flight=first.in_flight)
+        best[first.placed.candidate] = min(first, halves or first, key=lambda o: o.step_s)
+    return Answer(
+        question=question, outcomes=tuple(sorted(best.values(), key=_order)), solution=solution, least_s=least_s
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """A candidate to simulate in full, as simulating fewer layers suggests."""
+
+    estimate_s: float
+    placed: Placed
+    names: list[str]
+    in_flight: int | None
+
+
+def _screened(placed: Sequence[Placed], names: list[str]) -> list[_Trial]:
+    """The likeliest candidates by what simulating fewer layers says of their step, shortest first; where a model has
+    few layers, all of them by their own estimates."""
+    trials: list[_Trial] = []
+    effort, shortest = 0, float("inf")
+    kinds: Counter[tuple[int, int, int]] = Counter()
+    for p in placed:
+        part = shortened(p, rounds=max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth)))
+        if part is None:
+            trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, in_flight=None))
+            continue
+        kind = (p.candidate.attn_depth, p.candidate.ffn_depth, p.candidate.replicas)
+        if p.bound_s >= shortest or len(trials) >= SCREENED or kinds[kind] >= ALIKE:
+            continue
+        kinds[kind] += 1
+        if trials and effort + _effort(part, names[:1]) > ACTIONS:
+            break
+        effort += _effort(part, names[:1])
+        outcome = simulate_placed(part, names, first=True)
+        if outcome is not None:
+            estimate = p.bound_s * max(1.0, outcome.step_s / part.bound_s)
+            shortest = min(shortest, estimate)
+            in_flight = outcome.in_flight or None
+            trials.append(_Trial(estimate_s=estimate, placed=p, names=[outcome.schedule], in_flight=in_flight))
+    return sorted(trials, key=lambda trial: (trial.estimate_s, trial.placed.candidate))
+
+
+def _effort(placed: Placed, names: Sequence[str]) -> int:
+    c = placed.candidate
+    size = 2 * len(placed.group_of_stage) * c.microbatches * len(names)
+    return size * UNEQUAL_EFFORT if c.attn_depth != c.ffn_depth else size
+
+
+def _order(outcome: Outcome) -> tuple[float, Candidate]:
+    return outcome.step_s, outcome.placed.candidate
