@@ -65,7 +65,7 @@ BAD = [
     Bad("share of a replica", "[disagmoe]\nreplicas = 3", [], ["default: disagmoe.microbatches = 8", "at most 5"]),
     Bad("replicas", "[disagmoe]\nreplicas = 17", [], ["disagmoe.replicas = 17", "at most training.global_batch_size"]),
     Bad("colocate", "[disagmoe]\ncolocate = true", [], ["disagmoe.attn_workers = 2", "must be 1", "colocate = false"]),
-    Bad("order", '[disagmoe]\nrank_order = "paird"', [], ['= "paird"', '"paired", "mixed", "attn_first"', "did you mean"]),
+    Bad("order", '[disagmoe]\nrank_order = "paird"', [], ['= "paird"', '"paired", "mixed",', "did you mean"]),
     Bad("order of workers", '[disagmoe]\nrank_order = ["r0.A0.0", "r0.A0.9"]', [], ["unknown ['r0.A0.9']", "r0.F0.1"]),
     Bad("experts, EP", EP + "expert_workers = 9", [], ["expert_workers = 9", "at most 8, the number of experts"]),
     Bad("ranks, EP", EP + "pipeline_depth = 7", [], ["FILE", "pipeline_depth = 7", "at most 6, the number of layers"]),
