@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from disagmoe.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from disagmoe.allocator.local_search import Trial
     from disagmoe.allocator.question import Question
     from disagmoe.allocator.search import Answer
     from disagmoe.config.load import ResolvedConfig
@@ -40,14 +41,18 @@ def allocate(arguments: Sequence[str]) -> int:
         return _paper(question)
     try:
         answer = find(question)
-    except NothingFits as error:
-        print(f"nothing fits: {error}", file=sys.stderr)
+    except NothingFits:
+        from disagmoe.allocator.diagnose import diagnose
+
+        print(f"nothing fits: {diagnose(question)}", file=sys.stderr)
         return 2
     print(as_text(table_rows(answer.outcomes[: options.top]), HEADER), end="\n\n")
     print("\n".join(comment_lines(answer)))
     if options.out is not None:
         write_toml(options.out, resolved, answer)
         print(f"\nwritten: {options.out}")
+    if options.measure is not None:
+        return _measure(options, resolved, answer)
     return 0
 
 
@@ -84,6 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--objective", choices=("bound", "paper"), default="bound", help="paper: the paper's max(T_a, T_f), simulated"
     )
+    parser.add_argument("--measure", metavar="COMMAND", help="run_train.sh, or what takes its options: search on it")
+    parser.add_argument("--radius", type=int, default=2, metavar="r", help="changes of a layout at a time (default: 2)")
+    parser.add_argument("--trials", type=int, default=12, metavar="K", help="most runs (default: 12)")
+    parser.add_argument("--trials-folder", type=Path, metavar="FOLDER", help="where runs and trials.jsonl go")
+    parser.add_argument("--measure-steps", type=int, default=8, metavar="N", help="steps of a run (default: 8)")
+    parser.add_argument("--measure-timeout-s", type=float, default=900.0, help="longest run (default: 900)")
     parser.add_argument("--top", type=int, default=8, metavar="N", help="rows of the table (default: 8)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the TOML to write")
     return parser
@@ -177,6 +188,49 @@ def _paper(question: Question) -> int:
     return 0
 
 
+def _measure(options: argparse.Namespace, resolved: ResolvedConfig, answer: Answer) -> int:
+    """Local search around the answer on measured steps; the best measured layout is written to `--out`."""
+    from dataclasses import replace
+
+    from disagmoe.allocator.evaluate import SCHEDULES, place, simulate_placed
+    from disagmoe.allocator.local_search import Trial, local_search
+    from disagmoe.allocator.output import disagmoe_section, schedule_name
+    from disagmoe.allocator.question import Candidate
+    from disagmoe.measure import Runner
+
+    if options.out is None:
+        raise ConfigError([Problem(origin="command line", key="--measure", rule="needs --out: trials start from it")])
+    folder = options.trials_folder or options.out.with_suffix("").with_name(f"{options.out.stem}_trials")
+    runner = Runner(
+        command=options.measure, config=options.out, folder=folder, steps=options.measure_steps,
+        timeout_s=options.measure_timeout_s,
+    )  # fmt: skip
+    outcomes = {answer.best.placed.candidate: answer.best}
+    names = [name for name in SCHEDULES if answer.question.pins.allow("schedule", name)]
+
+    def measure(candidate: Candidate) -> Trial:
+        outcome = outcomes.get(candidate) or simulate_placed(place(answer.question, candidate), names)
+        if outcome is None:
+            return Trial(settings={}, step_s=None, error=f"{candidate}: by the memory model it does not fit")
+        outcomes[candidate] = outcome
+        trial = runner.run(disagmoe_section(outcome))
+        shown = f"{trial.step_s:.4g} s measured" if trial.step_s is not None else trial.error.partition("\n")[0]
+        print(f"{candidate} ({schedule_name(outcome)}): {outcome.step_s:.4g} s predicted, {shown}", flush=True)
+        return trial
+
+    best, trials = local_search(
+        answer.question, answer.best.placed.candidate, measure, radius=options.radius, max_trials=options.trials
+    )
+    print(f"{len(trials)} trials, {sum(t.step_s is None for t in trials)} failed; all are in {folder / 'trials.jsonl'}")
+    if best is None:
+        print("every trial failed: the predicted layout stays", file=sys.stderr)
+        return 1
+    chosen = [outcomes[best], *(o for o in answer.outcomes if o.placed.candidate != best)]
+    write_toml(options.out, resolved, replace(answer, outcomes=tuple(chosen)), measured=trials)
+    print(f"best measured: {best}; written: {options.out}")
+    return 0
+
+
 def toml_text(resolved: ResolvedConfig, answer: Answer, *, name: str) -> str:
     """A complete TOML: what was given, the layout, and the prediction as comments."""
     from disagmoe.allocator.output import comment, disagmoe_section
@@ -205,8 +259,10 @@ def toml_text(resolved: ResolvedConfig, answer: Answer, *, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_toml(path: Path, resolved: ResolvedConfig, answer: Answer) -> None:
+def write_toml(path: Path, resolved: ResolvedConfig, answer: Answer, *, measured: Sequence[Trial] = ()) -> None:
     """Write the answer, after checking that the runtime would take it.
+
+    measured: trials on the real cluster; the shortest is noted.
 
     Raises:
         ConfigError: it would not; nothing is written then.
@@ -215,6 +271,9 @@ def write_toml(path: Path, resolved: ResolvedConfig, answer: Answer) -> None:
     from disagmoe.config.load import load_config
 
     text = toml_text(resolved, answer, name=str(path))
+    times = [trial.step_s for trial in measured if trial.step_s is not None]
+    if times:
+        text = f"# Measured: step {min(times):.4g} s, the shortest of {len(measured)} trials.\n{text}"
     with tempfile.TemporaryDirectory() as folder:
         trial = Path(folder) / path.name
         trial.write_text(text, encoding="utf-8")

@@ -50,18 +50,34 @@ def within(tables: Tables, cutoff_s: float) -> Iterator[Ranked]:
             yield from _of_width(tables, replicas, attn_workers, cutoff_s)
 
 
-def covers(question: Question, attn_workers: int, replicas: int, microbatches: int) -> bool:
-    """Whether so many micro-batches of u samples a worker take a replica's share of the batch; one less, not."""
-    share = -(-question.job.global_batch // replicas)
-    most = attn_workers * question.microbatch_samples
-    return share <= microbatches * most and (microbatches - 1) * most < share
+def coarse(tables: Tables) -> Iterator[Candidate]:
+    """A few hundred layouts over the whole range."""
+    question = tables.question
+    for replicas in _some(replica_counts(tables)):
+        for attn_workers in _some(attn_worker_counts(tables, replicas)):
+            m = question.microbatches(attn_workers, replicas)
+            for depth in _some(list(tables.attn_depths)):
+                left = tables.gpus // replicas - depth * attn_workers
+                for workers in _some(list(tables.ffn_workers)):
+                    found = Candidate(
+                        attn_depth=depth, ffn_depth=max(1, min(question.num_moe, left // workers)),
+                        attn_workers=attn_workers, ffn_workers=workers, replicas=replicas, microbatches=m,
+                        recompute=tables.recompute, site=tables.site,
+                    )  # fmt: skip
+                    if question.allows(found):
+                        yield found
+
+
+def _some(values: list[int]) -> list[int]:
+    """Values about a factor of two apart, and what they say for whole nodes."""
+    return [v for v in values if v & (v - 1) == 0 or v in (3, 6, 12, 24, 48, 96)]
 
 
 def _of_width(tables: Tables, replicas: int, attn_workers: int, cutoff_s: float) -> Iterator[Ranked]:
     question = tables.question
     m = question.microbatches(attn_workers, replicas)
     u = tables.samples
-    if not covers(question, attn_workers, replicas, m):
+    if not question.covers(attn_workers, replicas, m):
         return
     budget = tables.gpus // replicas
     depths = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from disagmoe.allocator.memory import GroupMemory, group_memories
 from disagmoe.allocator.question import Candidate, Question, soft_max
@@ -97,7 +98,7 @@ def _terms_s(placed: Placed) -> tuple[float, float, float]:
         back_s = min(costs.backward_s[s - 1], costs.backward_input_s[s - 1])
         after[s] = after[s - 1] + back_s + costs.backward_hop[s - 1].alone_s
     chain = ready[last] + costs.forward_s[last] + costs.backward_s[last] + after[last]
-    busy = link = kept = 0.0
+    busy, link, kept = chain, 0.0, 0.0
     for group, (memory, room) in enumerate(zip(placed.memories, placed.room, strict=True)):
         own = [stage for stage, of in enumerate(groups) if of == group]
         work = sum(costs.forward_s[s] + costs.backward_s[s] for s in own)
@@ -200,17 +201,19 @@ def simulate_placed(
     """The fastest of schedules that fit, each with as many micro-batches in flight as it likes; where none fits so, the
     last one with as many as memory has room for. None where not one micro-batch fits.
 
-    in_flight: to be tried first, if it is known. first: take the first schedule that fits.
+    in_flight: to be tried where all that a schedule likes do not fit. first: take the first schedule that fits.
     """
     if not placed.fits:
         return None
-    wanted = placed.question.pins.in_flight or in_flight or 0
+    wanted = [placed.question.pins.in_flight or 0]
+    if in_flight and wanted == [0]:
+        wanted.append(in_flight)
     found = []
-    for name in names:
-        schedule = _schedule(placed, name, split, wanted)
+    for name, limit in product(names, wanted):
+        schedule = _schedule(placed, name, split, limit)
         if _use(placed, schedule) <= 1:
-            found.append(_simulate(placed, schedule, name, split, wanted))
-            if first:
+            found.append(_simulate(placed, schedule, name, split, limit))
+            if first or in_flight:
                 break
     if not found and not placed.question.pins.in_flight:
         most = _room_in_flight(placed, names[-1], split)

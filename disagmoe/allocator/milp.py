@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from disagmoe.allocator.candidates import all_tables, attn_worker_counts, replica_counts
+from disagmoe.allocator.candidates import all_tables, attn_worker_counts, coarse, replica_counts
 from disagmoe.allocator.question import Candidate, Question
 from disagmoe.allocator.tables import INFEASIBLE, Tables
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 TICKS = 10_000
 """Of the shortest layer or link use; coarser ones are as exact."""
+MOST_TICKS = 20_000_000
+"""Of the longest step that can be the least."""
 MIB = 2**20
 LIMIT = 40.0
 """Deterministic time of one solve, in the solver's own unit (about a second)."""
@@ -87,8 +89,9 @@ class _Model:
         if not widest:
             return None
         smallest = min(t.compute_s for t in tables.ffn_workers.values())
-        self.tick_s = smallest / TICKS * max(1, tables.samples)
-        self.horizon = int(self._upper_s() / self.tick_s) + 1 if cutoff_s is None else int(cutoff_s / self.tick_s)
+        upper_s = min(self._upper_s(), INFEASIBLE if cutoff_s is None else cutoff_s)
+        self.tick_s = max(smallest / TICKS * max(1, tables.samples), upper_s / MOST_TICKS)
+        self.horizon = int(upper_s / self.tick_s) + 2
         self._variables(widest)
         self._batch_and_gpus()
         self._memory()
@@ -98,11 +101,14 @@ class _Model:
         return self._run()
 
     def _upper_s(self) -> float:
-        """All work on one worker of each role, and a factor for what is not work."""
+        """The best of a coarse grid; where nothing of it fits, all work on one worker and what memory makes of it."""
         tables = self.tables
+        found = min((tables.bound_s(c) for c in coarse(tables)), default=INFEASIBLE)
+        if found < INFEASIBLE:
+            return found
         widest = max(tables.ffn_workers.values(), key=lambda t: t.compute_s)
         samples = self.question.job.global_batch
-        return 4 * samples * (tables.chain_attn_s + self.question.num_moe * (widest.compute_s + widest.attn_link_s))
+        return 8 * samples * (tables.chain_attn_s + self.question.num_moe * (widest.compute_s + widest.attn_link_s))
 
     # -- variables ------------------------------------------------------------------------------------------------
 
@@ -219,6 +225,7 @@ class _Model:
         model.add(self.time >= turns + a * self.ffn_depth + fill - f)
         chain = self._int(0, high)
         model.add(chain == self._ticks(tables.chain_attn_s) + most * f)
+        model.add(self.time >= chain)
         alive = self._product([self.count, chain], 8192 * high)
         model.add(2 * self._product([self.time, self.room], SHARE * 4096 * high) >= SHARE * alive)
 

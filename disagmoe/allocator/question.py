@@ -21,6 +21,8 @@ Objective = Literal["bound", "paper"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "ffn", "full")
 MAX_WORKERS = 512
 """Most workers of one group that are considered."""
+FREE = ("attn_depth", "ffn_depth", "attn_workers", "ffn_workers", "replicas", "microbatches", "recompute")
+"""What a candidate says, and a pin may fix."""
 RULES = (
     "every group holds a layer: p_F at most the MoE layers, p_A at most one more (the head's stage)",
     "every F-worker holds an expert: N at most the experts of a layer",
@@ -181,6 +183,28 @@ class Question:
             return self.pins.microbatches
         share = -(-self.job.global_batch // replicas)
         return max(1, -(-share // (attn_workers * self.microbatch_samples)))
+
+    def covers(self, attn_workers: int, replicas: int, microbatches: int) -> bool:
+        """Whether so many micro-batches of u samples a worker take a replica's share of the batch; one less, not."""
+        share = -(-self.job.global_batch // replicas)
+        most = attn_workers * self.microbatch_samples
+        return share <= microbatches * most and (microbatches - 1) * most < share
+
+    def allows(self, c: Candidate) -> bool:
+        """Whether a layout is within the cluster, the pins and the runtime's rules; memory is another question."""
+        attn, ffn, total = self.gpus(c.site)
+        return (
+            c.attn_gpus <= attn
+            and c.ffn_gpus <= ffn
+            and c.attn_gpus + c.ffn_gpus <= total
+            and c.attn_depth <= self.num_moe + 1
+            and c.ffn_depth <= self.num_moe
+            and c.ffn_workers <= self.moe.num_experts
+            and c.replicas * c.microbatches <= self.job.global_batch
+            and all(self.pins.allow(name, getattr(c, name)) for name in FREE)
+            and self.covers(c.attn_workers, c.replicas, c.microbatches)
+            and self.fills_nodes(c)
+        )
 
     def samples(self, candidate: Candidate) -> int:
         """Of the largest micro-batch."""

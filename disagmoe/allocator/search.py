@@ -27,6 +27,8 @@ UNEQUAL_EFFORT = 4
 """Orders for unequal depths are searched among more waves."""
 FINALISTS = 3
 """Candidates that are simulated with all layers, where `ACTIONS` lets them; of small models, many more."""
+SPLIT = 2
+"""Of these, with a split backward too."""
 SHORT = 12
 """Layers of a shortened model, about."""
 CLOSE = 1.03
@@ -108,10 +110,10 @@ def _simulated(question: Question, solution: Solution, placed: list[Placed], oth
     if not best:
         raise NothingFits("no layout fits")
     least_s = min([others_s, *(p.bound_s for p in placed if p.candidate not in best)])
-    first = min(best.values(), key=_order)
     if question.pins.split_backward is None:
-        halves = simulate_placed(first.placed, [first.schedule], split=True, in_flight=first.in_flight)
-        best[first.placed.candidate] = min(first, halves or first, key=lambda o: o.step_s)
+        for whole in sorted(best.values(), key=_order)[:SPLIT]:
+            halves = simulate_placed(whole.placed, [whole.schedule], split=True, in_flight=whole.in_flight or None)
+            best[whole.placed.candidate] = min(whole, halves or whole, key=lambda o: o.step_s)
     return Answer(
         question=question, outcomes=tuple(sorted(best.values(), key=_order)), solution=solution, least_s=least_s
     )

@@ -4,6 +4,7 @@ No step of a layout can be shorter, whatever its schedule, than each of (all tim
 
     fill + m W_A(p_A)            compute of an A-group: m micro-batches, all its stages, forward and backward
     fill + m l_F(p_F) M F(N)     compute of an F-group: l_F layers, F(N) a layer and a sample of each A-worker
+    chain                        one micro-batch through all stages and back
     m l_A(p_A) V_A(N) q          an A-worker's NIC, the busier direction: V_A a layer; q: share that leaves the node
     m l_F(p_F) M V_F(N) q        an F-worker's NIC
     m (chain / 2) / K            memory has room for K micro-batches in all stages; kept half the time on average
@@ -222,6 +223,7 @@ class Tables:
         work = max(
             m * attn.work_s + attn_ahead * (a + f),
             m * layers * f + c.ffn_depth * a + (c.ffn_depth - 1) * f,
+            self.chain_attn_s + self.question.num_moe * f,
         )
         q = self.leaving(c.attn_workers, c.ffn_workers, max(c.attn_depth, c.ffn_depth))
         attn_link = m * attn.layers * self.samples * ffn.attn_link_s * q

@@ -44,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "check_expert_parallel": {"shapes", "layout", "schedules", "config"},
     "check": {"shapes", "cluster", "layout", "schedules", "simulator", "allocator", "config", "check_expert_parallel"},
     "simulate_cli": {"shapes", "cluster", "layout", "trace", "schedules", "simulator", "config", "check"},
-    "allocate_cli": {"cluster", "layout", "allocator", "simulator", "config", "check", "simulate_cli"},
+    "measure": {"allocator", "config"},
+    "allocate_cli": {"cluster", "layout", "allocator", "simulator", "config", "check", "simulate_cli", "measure"},
     "cli": {"*"},
     "train": {"*"},
 }

@@ -1,0 +1,140 @@
+"""The allocator against the paper's formula, simulated: python -m benchmarks.allocator_quality [--json FILE] [--quick].
+
+Three models x four lengths x 4, 8 and 16 nodes of 8 H800, NICs tied to GPUs and pooled in a node. Both answers have the
+same memory model, recomputation, schedules and simulator; only the choice of the layout differs. The batch is 32 samples a
+node. Results are kept in FILE as they come, and what is there is not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper_setting import MODELS
+from disagmoe.allocator.evaluate import Outcome
+from disagmoe.allocator.output import mfu, schedule_name
+from disagmoe.allocator.paper import allocate_paper
+from disagmoe.allocator.question import Question
+from disagmoe.allocator.search import NothingFits, allocate
+from disagmoe.config.cluster import load_cluster
+from disagmoe.config.recipe import load_recipe
+from disagmoe.simulator.report import as_text
+from disagmoe.simulator.roofline import Job, Technology
+
+LENGTHS = (4096, 8192, 16384, 32768)
+NODES = (4, 8, 16)
+SAMPLES_A_NODE = 32
+HEADER = ("model", "length", "nodes", "NICs", "paper's layout", "step s", "ours", "step s", "gain", "gap", "CPU s")
+
+
+def question_of(model: str, length: int, nodes: int, *, pooled: bool) -> Question:
+    """One cell."""
+    recipe, flavor = MODELS[model]
+    cluster = load_cluster("h800x16")
+    pool = cluster.pools[0]
+    pool = replace(pool, nodes=nodes, nics=replace(pool.nics, pooled=pooled))
+    job = Job(
+        model=load_recipe(recipe).shape(flavor),
+        cluster=replace(cluster, pools=(pool,)),
+        seq_len=length,
+        global_batch=SAMPLES_A_NODE * nodes,
+        shard_optimizer=False,
+        technology=Technology(rows_m2n="worker"),
+    )
+    return Question(job=job)
+
+
+def measure(question: Question) -> dict[str, Any]:
+    """Both answers for one cell."""
+    begun = time.process_time()
+    try:
+        answer = allocate(question)
+    except NothingFits:
+        return {"ours": None, "paper": None, "cpu_s": time.process_time() - begun}
+    spent = time.process_time() - begun
+    paper = allocate_paper(question)
+    return {
+        "ours": _record(answer.best),
+        "paper": None if paper is None else _record(paper),
+        "gap": answer.gap,
+        "solver": answer.solution.status,
+        "cpu_s": spent,
+    }
+
+
+def _record(outcome: Outcome) -> dict[str, Any]:
+    placed = outcome.placed
+    return {
+        "layout": str(placed.candidate),
+        "recompute": placed.candidate.recompute,
+        "schedule": schedule_name(outcome),
+        "ranks": placed.rank_order,
+        "nics": placed.nics,
+        "step_s": outcome.step_s,
+        "mfu": mfu(outcome),
+    }
+
+
+def cells(quick: bool) -> Iterator[tuple[str, int, int, bool]]:
+    lengths, nodes = (LENGTHS[::2], NODES[:1]) if quick else (LENGTHS, NODES)
+    yield from product(MODELS, lengths, nodes, (False, True))
+
+
+def mean_gain(results: Sequence[dict[str, Any]]) -> float:
+    """Geometric mean of the paper's step over ours, less 1, where both have an answer."""
+    ratios = [r["paper"]["step_s"] / r["ours"]["step_s"] for r in results if r["ours"] and r["paper"]]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1 if ratios else 0.0
+
+
+def row_of(key: str, result: dict[str, Any]) -> tuple[str, ...]:
+    model, length, nodes, nics = key.split("/")
+    ours, paper = result["ours"], result["paper"]
+    if ours is None:
+        return model, length, nodes, nics, "-", "-", "nothing fits", "-", "-", "-", f"{result['cpu_s']:.0f}"
+    shown = ("-", "-") if paper is None else (f"{paper['layout']} {paper['recompute']}", f"{paper['step_s']:.4g}")
+    gain = "-" if paper is None else f"{paper['step_s'] / ours['step_s'] - 1:+.1%}"
+    return (
+        model, length, nodes, nics, *shown, f"{ours['layout']} {ours['recompute']}", f"{ours['step_s']:.4g}", gain,
+        f"{result['gap']:.0%}", f"{result['cpu_s']:.0f}",
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The allocator against the paper's formula, simulated.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the results here")
+    parser.add_argument("--quick", action="store_true", help="two lengths, 4 nodes")
+    options = parser.parse_args(arguments)
+    done: dict[str, Any] = {}
+    if options.json is not None and options.json.exists():
+        done = json.loads(options.json.read_text(encoding="utf-8"))["cells"]
+    used: dict[str, Any] = {}
+    for model, length, nodes, pooled in cells(options.quick):
+        key = f"{model}/{length}/{nodes}/{'pooled' if pooled else 'tied'}"
+        used[key] = done[key] = done.get(key) or measure(question_of(model, length, nodes, pooled=pooled))
+        print("  ".join(row_of(key, used[key])), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps({"cells": done, "gains": gains(done)}, indent=1), encoding="utf-8")
+    print("\n" + as_text([row_of(key, result) for key, result in used.items()], HEADER))
+    for nics, gain in gains(used).items():
+        print(f"NICs {nics}: geometric mean of the paper's step over ours {1 + gain:.3f} ({gain:+.1%})")
+    print(f"most memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    return 0
+
+
+def gains(results: dict[str, Any]) -> dict[str, float]:
+    return {
+        nics: mean_gain([r for key, r in results.items() if key.endswith(nics)]) for nics in ("tied", "pooled")
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
