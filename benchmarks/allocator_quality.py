@@ -1,8 +1,8 @@
 """The allocator against the paper's formula, simulated: python -m benchmarks.allocator_quality [--json FILE] [--quick].
 
 Three models x four lengths x 4, 8 and 16 nodes of 8 H800, NICs tied to GPUs and pooled in a node. Both answers have the
-same memory model, recomputation, schedules and simulator; only the choice of the layout differs. The batch is 32 samples a
-node. Results are kept in FILE as they come, and what is there is not computed again.
+same memory model, recomputation, schedules and simulator; only the choice of the layout differs. The batch is 32
+samples a node. Results are kept in FILE as they come, and what is there is not computed again.
 """
 
 from __future__ import annotations
