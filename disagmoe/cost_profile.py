@@ -13,9 +13,13 @@ from typing import Any
 import torch.distributed as dist
 
 from disagmoe.check import activation_bytes, make_plan
+from disagmoe.config.checks import model_shape
 from disagmoe.config.load import ResolvedConfig
+from disagmoe.config.schema import Config
+from disagmoe.layout import cut_into_chunks
 from disagmoe.parallelisms.clock import CostSamples
 from disagmoe.schedules import Kind
+from disagmoe.shapes import ModelShape
 from disagmoe.simulator.profile import HopProfile, Profile, StageProfile
 
 
@@ -31,19 +35,11 @@ def gather_profile(resolved: ResolvedConfig, samples: CostSamples) -> Profile | 
         dist.gather_object(samples, everyone if dist.get_rank() == 0 else None)
     if dist.get_rank() != 0:
         return None
+    gathered = [sample for sample in everyone if sample is not None]
+    if resolved.config.parallelism.mode == "ep":
+        return expert_parallel_profile(resolved.config, model_shape(resolved.config), gathered)
     plan = make_plan(resolved)
     config = resolved.config
-    compute = _slowest(sample.compute_s for sample in everyone if sample is not None)
-    transfers = _slowest(
-        {key: [seconds for _, seconds in pairs] for key, pairs in sample.transfers.items()}
-        for sample in everyone
-        if sample is not None
-    )
-    sizes = _slowest(
-        {key: [size for size, _ in pairs] for key, pairs in sample.transfers.items()}
-        for sample in everyone
-        if sample is not None
-    )
 
     def activations(index: int) -> float:
         stage = plan.stages[index]
@@ -56,27 +52,71 @@ def gather_profile(resolved: ResolvedConfig, samples: CostSamples) -> Profile | 
         model=plan.shape.name,
         seq_len=config.training.seq_len,
         microbatch_samples=-(-share // config.disagmoe.microbatches),
-        stages=tuple(
-            StageProfile(
-                index=stage.index,
-                forward_s=compute[Kind.FORWARD.name, stage.index],
-                backward_s=compute.get((Kind.FULL_BACKWARD.name, stage.index)),
-                backward_input_s=compute.get((Kind.BACKWARD_INPUT.name, stage.index)),
-                backward_weight_s=compute.get((Kind.BACKWARD_WEIGHT.name, stage.index)),
-                activation_bytes=activations(stage.index),
-            )
-            for stage in plan.stages
-        ),
-        hops=tuple(
-            HopProfile(
-                index=hop + 1,
-                forward_bytes=sizes.get((hop, False), 0.0),
-                forward_s=transfers.get((hop, False), 0.0),
-                backward_bytes=sizes.get((hop, True), 0.0),
-                backward_s=transfers.get((hop, True), 0.0),
-            )
-            for hop in range(len(plan.stages) - 1)
-        ),
+        stages=_stages(gathered, [activations(stage.index) for stage in plan.stages]),
+        hops=_hops(gathered, len(plan.stages), {}),
+    )
+
+
+def expert_parallel_profile(config: Config, shape: ModelShape, gathered: Sequence[CostSamples]) -> Profile:
+    """The profile of a run in `mode = "ep"`: its stages and hops are those of `layout.cut_into_chunks`.
+
+    A stage that computes nothing of its own takes no time, a hop that stays on its worker has no bytes. Activations are
+    not counted (0).
+    """
+    part = config.expert_parallel
+    stages = cut_into_chunks(shape.is_moe_layer, part.pipeline_depth * part.chunks_per_rank)
+    pieces = part.num_chunks if part.overlap == "chunked" else 1
+    # A layer's transfers were measured piece by piece.
+    factors = {index: pieces for index, stage in enumerate(stages) if stage.kind == "F"}
+    factors |= {index - 1: pieces for index in factors}
+    share = -(-config.training.global_batch_size // part.replicas)
+    return Profile(
+        model=shape.name,
+        seq_len=config.training.seq_len,
+        microbatch_samples=-(-share // part.microbatches),
+        stages=_stages(gathered, [0.0] * len(stages)),
+        hops=_hops(gathered, len(stages), factors),
+    )
+
+
+def _stages(gathered: Sequence[CostSamples], activations: Sequence[float]) -> tuple[StageProfile, ...]:
+    compute = _slowest(sample.compute_s for sample in gathered)
+
+    def row(index: int, num_bytes: float) -> StageProfile:
+        full = compute.get((Kind.FULL_BACKWARD.name, index))
+        first = compute.get((Kind.BACKWARD_INPUT.name, index))
+        second = compute.get((Kind.BACKWARD_WEIGHT.name, index))
+        if full is not None and first is not None:
+            # Some of its work is split, the rest is not: all that is not weight gradients is in time for its sender.
+            first += full
+            full = None
+        return StageProfile(
+            index=index,
+            forward_s=compute.get((Kind.FORWARD.name, index), 0.0),
+            backward_s=0.0 if full is None and first is None and second is None else full,
+            backward_input_s=first,
+            backward_weight_s=0.0 if first is not None and second is None else second,
+            activation_bytes=num_bytes,
+        )
+
+    return tuple(row(index, num_bytes) for index, num_bytes in enumerate(activations))
+
+
+def _hops(gathered: Sequence[CostSamples], num_stages: int, factors: Mapping[int, int]) -> tuple[HopProfile, ...]:
+    """factors: by hop, how many transfers make one of a whole micro-batch; 1 where missing."""
+    seconds, sizes = (
+        _slowest({key: [pair[i] for pair in pairs] for key, pairs in sample.transfers.items()} for sample in gathered)
+        for i in (1, 0)
+    )
+    return tuple(
+        HopProfile(
+            index=hop + 1,
+            forward_bytes=sizes.get((hop, False), 0.0) * factors.get(hop, 1),
+            forward_s=seconds.get((hop, False), 0.0) * factors.get(hop, 1),
+            backward_bytes=sizes.get((hop, True), 0.0) * factors.get(hop, 1),
+            backward_s=seconds.get((hop, True), 0.0) * factors.get(hop, 1),
+        )
+        for hop in range(num_stages - 1)
     )
 
 

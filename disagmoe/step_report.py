@@ -20,6 +20,7 @@ _PER_WORKER = (
     metrics.IDLE_S,
     metrics.SENT_BYTES,
     metrics.PEAK_MEMORY_BYTES,
+    metrics.TRANSFER_S,
 )
 
 
@@ -97,6 +98,7 @@ def gather_workers(
             clock.idle_s,
             float(sent_bytes),
             float(peak_memory_bytes(device)),
+            clock.transfer_s,
             float(stop),
         ],
         dtype=torch.float64,

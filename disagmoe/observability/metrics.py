@@ -90,6 +90,7 @@ METRICS = (
 COMPUTE_S = "compute_s"
 EXPOSED_COMM_S = "exposed_comm_s"
 IDLE_S = "idle_s"
+TRANSFER_S = "transfer_s"
 SENT_BYTES = "sent_bytes"
 PEAK_MEMORY_BYTES = "peak_memory_bytes"
 
@@ -105,6 +106,12 @@ ROLE_METRICS = (
         key=IDLE_S,
         unit="s",
         meaning="The waiting before that: the senders were not ready (pipeline bubble, slower peers).",
+    ),
+    Metric(
+        key=TRANSFER_S,
+        unit="s",
+        meaning="Time in which payloads for this worker were under way, waited for or not: 1 - exposed_comm_s / "
+        "transfer_s of it was hidden. Transfers of one edge count one after the other. 0 on CUDA.",
     ),
     Metric(key=SENT_BYTES, unit="bytes", meaning="Payload handed to the network, both passes: rows, indices, weights."),
     Metric(

@@ -73,6 +73,8 @@ class StepClock:
         self.compute_s = 0.0
         self.exposed_comm_s = 0.0
         self.idle_s = 0.0
+        self.transfer_s = 0.0
+        """CPU: payloads' times from the last hand-over, or the end of the transfer before, to arrival."""
         self._on_device.clear()
         if self._on_cuda:
             # The device has nothing to do between steps, so this is executed as soon as it is recorded.

@@ -249,6 +249,7 @@ class DisagStage(_PipelineStageBase):
             arrival.sent_at_s,
             arrival.stream_wait,
         )
+        self.clock.transfer_s += arrival.transfer_s
         if self.clock.samples is not None and arrival.num_bytes:
             hop = (key[0], channel.backward)
             self.clock.samples.transfers[hop].append((arrival.num_bytes, arrival.transfer_s))

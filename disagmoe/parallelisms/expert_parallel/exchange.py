@@ -68,16 +68,6 @@ class Ticket:
     """CUDA: gives send buffers back."""
 
 
-@dataclass(frozen=True)
-class Settled:
-    """What a step's exchanges took on this worker."""
-
-    transfer_s: float
-    """Sum of their times from the last hand-over to arrival."""
-    exposed_s: float
-    """Part of it in which the worker waited."""
-
-
 class Exchange:
     """One worker's end of all exchanges of its group."""
 
@@ -104,8 +94,6 @@ class Exchange:
         self._last_here_s = 0.0
         self.sent_bytes = 0
         """Payload and count bytes handed to the network so far."""
-        self.settled = Settled(0.0, 0.0)
-        """Of the last step."""
 
     @property
     def num_workers(self) -> int:
@@ -334,7 +322,6 @@ class Exchange:
             dist.all_gather(everyone, handed_over, group=self.group.counts)
             offsets = [self._offset_s.get(rank, 0.0) for rank in self.group.ranks]
             last = torch.stack([t + offset for t, offset in zip(everyone, offsets, strict=True)]).max(0).values
-        exposed_before, transfer_s = self._clock.exposed_comm_s, 0.0
         samples = self._clock.samples
         for ticket, sent_at_s in zip(tickets, last.tolist(), strict=True):
             self._clock.idle_s -= ticket.wait_to_s - ticket.wait_from_s
@@ -345,10 +332,9 @@ class Exchange:
             if travelled:
                 # Not what an earlier exchange took of the line.
                 seconds = max(0.0, ticket.here_s - max(sent_at_s, ticket.begun_s))
-                transfer_s += seconds
+                self._clock.transfer_s += seconds
                 if samples is not None:
                     samples.transfers[ticket.hop].append((ticket.num_bytes, seconds))
-        self.settled = Settled(transfer_s, self._clock.exposed_comm_s - exposed_before)
 
     def close(self) -> None:
         """End the threads."""

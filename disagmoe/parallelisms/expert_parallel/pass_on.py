@@ -107,6 +107,7 @@ class PassOn:
             arrival.sent_at_s,
             arrival.stream_wait,
         )
+        self._clock.transfer_s += arrival.transfer_s
         if self._clock.samples is not None and arrival.num_bytes:
             self._clock.samples.transfers[self.stage, backward].append((arrival.num_bytes, arrival.transfer_s))
         return arrival
