@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from disagmoe.config.checks import model_shape
 from disagmoe.config.schema import ExpertParallelConfig, ParallelismConfig
+from disagmoe.cost_profile import expert_parallel_profile
+from disagmoe.simulator.measured_ep import Nic, predict_expert_parallel
 from tests.distributed.harness.cases import ADAMW, FAMILIES, NUM_STAGES, SGD, Case, make_config
 from tests.distributed.harness.compare import assert_same_training
 from tests.distributed.harness.cover import pairwise_cover
@@ -142,3 +145,34 @@ def test_a_failing_worker_ends_all(system: str, worlds: Worlds, documents: Path)
     hook = "tests.distributed.harness.hooks:fail_in_chunk"
     with pytest.raises(CaseError, match="a deliberate error"):
         worlds.run(case_of(combination, documents, hook=hook, timeout_s=45.0))
+
+
+@pytest.mark.parametrize("system", ["stock", "chunked-dedup", "dual_pipe_v-dedup"])
+def test_measured_costs_describe_the_run(system: str, worlds: Worlds, documents: Path) -> None:
+    """The profile's bytes are those sent, its times those computed, and the simulator runs its system with it."""
+    combination = {"family": "deepseek_moe", "layout": "PP2xEP2", "system": system, "recompute": "none"}
+    case = case_of({**combination, "order": "tagged", "optimizer": "SGD"}, documents, steps=4)
+    config = replace(case.config, metrics=replace(case.config.metrics, profile_costs="costs.json"))
+    result = worlds.run(replace(case, config=config, hook="tests.distributed.harness.hooks:watch_clock"))
+    part, shape = config.expert_parallel, model_shape(config)
+    profile = expert_parallel_profile(config, shape, [clock.samples for clock in result.extras])
+    last = result.history[-1]
+    received = part.microbatches * sum(hop.forward_bytes + hop.backward_bytes for hop in profile.hops)
+    sent = part.pipeline_depth * last["attn.sent_bytes.mean"]
+    assert 0.8 < received / sent < 1.5  # medians of whoever receives most
+    computed = part.pipeline_depth * last["attn.compute_s.mean"]
+    costs = profile.costs()
+    assert part.microbatches * (sum(costs.forward_s) + sum(costs.backward_s)) > 0.5 * computed
+    options: dict[str, Any] = {
+        "is_moe_layer": shape.is_moe_layer,
+        "pipeline_depth": part.pipeline_depth,
+        "chunks_per_rank": part.chunks_per_rank,
+        "microbatches": part.microbatches,
+        "overlap": part.overlap,
+        "num_chunks": part.num_chunks,
+    }
+    measured = predict_expert_parallel(profile, **options).makespan_s
+    fast = predict_expert_parallel(profile, nic=Nic(bytes_per_s=1e12), **options).makespan_s
+    slow = predict_expert_parallel(profile, nic=Nic(bytes_per_s=1e5), **options).makespan_s
+    assert fast <= measured
+    assert fast < slow

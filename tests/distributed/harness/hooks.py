@@ -14,6 +14,7 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from disagmoe.engine import DisagEngine, Engine
 from disagmoe.expert_parallel_engine import EPEngine
 from disagmoe.layout import Role
+from disagmoe.parallelisms.clock import StepClock
 from disagmoe.schedules.actions import Action, Kind
 from disagmoe.schedules.chunk_orders import ChunkWork
 
@@ -52,6 +53,11 @@ def count_tokens(engine: Engine) -> dict[int, list[list[float]]]:
 
     engine.gradients.reduce = counting_reduce  # type: ignore[method-assign]
     return counts
+
+
+def watch_clock(engine: Engine) -> StepClock:
+    """The clock, with what it has measured."""
+    return engine.clock
 
 
 def watch_margins(engine: Engine) -> list[float]:
