@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from disagmoe.config.checks import model_shape
 from disagmoe.config.schema import ExpertParallelConfig, ParallelismConfig
 from disagmoe.cost_profile import expert_parallel_profile
 from disagmoe.simulator.measured_ep import Nic, predict_expert_parallel
 from tests.distributed.harness.cases import ADAMW, FAMILIES, NUM_STAGES, SGD, Case, make_config
-from tests.distributed.harness.compare import assert_same_training
+from tests.distributed.harness.compare import assert_same_training, loss_distances
 from tests.distributed.harness.cover import pairwise_cover
 from tests.distributed.harness.worlds import CaseError, Worlds
 
@@ -119,6 +120,36 @@ def test_trains_like_the_unsplit_model_everywhere(
     combination: dict[str, Any], worlds: Worlds, documents: Path
 ) -> None:
     check(combination, worlds, documents)
+
+
+@pytest.mark.parametrize("system", ["stock", "chunked-dedup", "dual_pipe_v-dedup", "dual_pipe_v"])
+def test_workers_whose_experts_get_no_tokens(system: str, worlds: Worlds, documents: Path) -> None:
+    """Experts 0 and 1, both on worker 0, get everything: the others send rows and receive none."""
+    combination = {"family": "deepseek_moe", "layout": "PP1xEP3", "system": system, "recompute": "none"}
+    bias = [10.0 - expert if expert < 2 else 0.0 for expert in range(8)]
+    case = case_of(
+        {**combination, "order": "tagged", "optimizer": "SGD"},
+        documents,
+        steps=2,
+        hook="tests.distributed.harness.hooks:prefer_experts",
+        hook_arguments={"bias": bias},
+    )
+    result = worlds.run(case)
+    assert_same_training(result, worlds.reference(case), optimizer="SGD", where=f"{system}, two experts")
+    assert result.history[0]["rows_per_token"] == (1.0 if "dedup" in system else 2.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("system", ["stock", "dual_pipe_v", "chunked-dedup"])
+def test_bfloat16(system: str, worlds: Worlds, documents: Path) -> None:
+    """Losses of three steps within 2 % of the unsplit bfloat16 model's."""
+    combination = {"family": "deepseek_moe", "layout": "PP2xEP2", "system": system, "recompute": "none"}
+    case = case_of({**combination, "order": "tagged", "optimizer": "AdamW"}, documents, steps=3)
+    training = replace(case.config.training, dtype="bfloat16")
+    case = replace(case, config=replace(case.config, training=training))
+    result = worlds.run(case)
+    assert all(p.dtype is torch.bfloat16 for p in result.parameters.values())
+    assert max(loss_distances(result, worlds.reference(case))) <= 0.02
 
 
 def test_fewer_bytes_without_duplicates(worlds: Worlds, documents: Path) -> None:
