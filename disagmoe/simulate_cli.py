@@ -46,7 +46,7 @@ def simulate(arguments: Sequence[str]) -> int:
         )
     costs = None if options.profile is None else _measured(options.profile)
     runs = []
-    for name in _names(options.system, plan):
+    for name in _names(options.system, plan, profiled=costs is not None):
         try:
             runs.append(_run(plan, job, name, costs))
         except ValueError as error:
@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeline", action="append", default=[], metavar="FILE", help=".png: all systems; .json: a trace of the first"
     )
-    parser.add_argument("--profile", metavar="FILE", help="measured costs, for AF-Pipe's systems only")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="measured costs, for AF-Pipe's systems only; baselines are left out"
+    )
     return parser
 
 
@@ -120,7 +122,8 @@ def make_job(config: Config, shape: ModelShape, cluster: Cluster) -> Job:
     return job
 
 
-def _names(asked: Sequence[str], plan: Plan) -> list[str]:
+def _names(asked: Sequence[str], plan: Plan, *, profiled: bool) -> list[str]:
+    """The systems to run. A profile measures AF-Pipe alone: baselines on a roofline beside it would mislead."""
     from disagmoe.simulator.systems import AF_SYSTEMS, BASELINES
 
     known = [*AF_SYSTEMS, *BASELINES]
@@ -133,7 +136,19 @@ def _names(asked: Sequence[str], plan: Plan) -> list[str]:
             for name in wrong
         ]
         raise ConfigError(problems)
-    return list(dict.fromkeys(asked)) or [f"af-{plan.config.disagmoe.schedule}", *BASELINES]
+    own = f"af-{plan.config.disagmoe.schedule}"
+    if not profiled:
+        return list(dict.fromkeys(asked)) or [own, *BASELINES]
+    unmeasured = [name for name in dict.fromkeys(asked) if name in BASELINES]
+    if unmeasured:
+        rule = "is not measured by --profile: its costs would be the roofline's"
+        fix = f"leave out --profile, or choose among {', '.join(AF_SYSTEMS)}"
+        raise ConfigError(
+            [Problem(origin="command line", key="--system", value=name, rule=rule, fix=fix) for name in unmeasured]
+        )
+    if not asked:
+        print("baselines are left out: --profile measures AF-Pipe alone", file=sys.stderr)
+    return list(dict.fromkeys(asked)) or [own]
 
 
 def _measured(path: str) -> StageCosts:

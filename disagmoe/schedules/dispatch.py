@@ -3,8 +3,8 @@
 Whenever a group is free it takes something that is ready and fits, so nobody waits who could work. Links serve first
 come, first served, in both directions, as the simulator's do; receives are taken as posted in time.
 
-The last stage (head and loss) is one piece: its backward follows its forward at once, so that the logits of one
-micro-batch only are alive.
+The last stage (head and loss) holds one micro-batch at a time, so that the logits of one only are alive: its forward
+waits for the backward of the one before it. In between the group may do other things.
 
 **Why no play deadlocks.** A group acquires in a given order (`acquires`); everything else is chosen as the play goes.
 If the given orders are those of any schedule that completes within the caps, every play completes: take the earliest
@@ -30,6 +30,8 @@ class Rule:
     """The smaller key; otherwise as follows."""
     lead: Sequence[int] | None = None
     """By group: an acquisition goes first while fewer than this many are open; None: a release always goes first."""
+    patient_head: bool = False
+    """The last stage's backward goes after whatever else is ready."""
     eager_weights: bool = False
     """A weight operation goes before an input half where an acquisition waits for nothing but memory."""
 
@@ -86,8 +88,10 @@ class Play:
         self.rank: dict[int, int] = {}
         if spare is not None:
             self.rank = {operation: rank for order in acquires for rank, operation in enumerate(order)}
-        self.forced = [-1] * num_groups
-        """By group: the operation of the last stage that must be next."""
+        self.head: list[list[tuple[float, int]]] = [[] for _ in range(num_groups)]
+        """By group: what is left of the last stage, where that can wait (see `Rule.patient_head`)."""
+        self.head_is_free = True
+        """Whether no micro-batch's logits are alive."""
         self.events: list[tuple[int, int, int]] = []
         self.makespan = 0
         for operation in range(count):
@@ -133,22 +137,18 @@ class Play:
         """False where `acquires` was an order that doesn't complete within the caps."""
         return min(self.start) >= 0
 
-    def _arrive(self, operation: int) -> None:
+    def _arrive(self, operation: int, heaps: list[list[tuple[float, int]]] | None = None) -> None:
         self.arrived[operation] = 1
         if self.spare is not None and operation < self.half:
             group = self.problem.group[operation // self.problem.num_microbatches]
             heapq.heappush(self.early[group], (self.rank[operation], operation))
         if operation >= self.half or (self.weights_first and self.start[self.chain + operation] >= 0):
             group = self.problem.group[operation // self.problem.num_microbatches]
-            heapq.heappush(self.ready[group], (self.key[operation], operation))
+            heapq.heappush((heaps or self.ready)[group], (self.key[operation], operation))
 
     def _is_input_here(self, acquire: int) -> bool:
-        if not self.weights_first:
-            return bool(self.arrived[acquire])
-        # A mirrored weight operation has no input of its own; the last stage's waits for that of what is forced next.
-        operation = acquire - self.chain
-        last = operation >= self.half - self.problem.num_microbatches
-        return not last or bool(self.arrived[operation])
+        # A mirrored weight operation has no input of its own.
+        return self.weights_first or bool(self.arrived[acquire])
 
     def _fits(self, operation: int, group: int) -> bool:
         stage = operation // self.problem.num_microbatches
@@ -156,16 +156,14 @@ class Play:
             stage -= 2 * self.problem.num_stages
         if self.problem.memory[stage] > self.room[group]:
             return False
+        if stage == self.problem.num_stages - 1 and not self.head_is_free:
+            return False
         return stage > 0 or self.admitted < self.problem.in_flight
 
     def _decide(self, group: int, now: int) -> None:
         """Start what `group` prefers among what is ready."""
         if self.fixed:
             self._follow(group, now)
-            return
-        if self.forced[group] >= 0:
-            forced, self.forced[group] = self.forced[group], -1
-            self._start(forced, group, now)
             return
         ready, weights, rule = self.ready[group], self.weights[group], self.rule
         order, place = self.acquires[group], self.next[group]
@@ -192,10 +190,12 @@ class Play:
         first = acquire >= 0 and rule.lead is not None and self.open[group] < rule.lead[group]
         if first or (acquire >= 0 and not ready):
             self._acquire(acquire, group, now)
-        elif weights and (not ready or (rule.eager_weights and waits_for_room)):
+        elif weights and (not (ready or self.head[group]) or (rule.eager_weights and waits_for_room)):
             self._start(heapq.heappop(weights)[1], group, now)
         elif ready:
             self._start(heapq.heappop(ready)[1], group, now)
+        elif self.head[group]:
+            self._start(heapq.heappop(self.head[group])[1], group, now)
 
     def _follow(self, group: int, now: int) -> None:
         order, place = self.acquires[group], self.next[group]
@@ -214,6 +214,8 @@ class Play:
         operation = early[0][1]
         stage = operation // problem.num_microbatches
         if stage == 0 and problem.in_flight < problem.num_microbatches:
+            return -1
+        if stage == problem.num_stages - 1 and not self.head_is_free:
             return -1
         return operation if problem.memory[stage] <= min(self.spare[group], self.room[group]) else -1
 
@@ -234,6 +236,7 @@ class Play:
             stage -= 2 * self.problem.num_stages
         self.room[group] -= self.problem.memory[stage]
         self.admitted += stage == 0
+        self.head_is_free = self.head_is_free and stage < self.problem.num_stages - 1
         self._start(operation, group, now)
 
     def _in_turn(self, operation: int, group: int) -> None:
@@ -252,8 +255,6 @@ class Play:
             end = now + problem.weight[stage]
             if self.weights_last:
                 self._release(stage, group, operation % count)
-            elif stage == problem.num_stages - 1:
-                self.forced[group] = operation - self.chain
             elif self.arrived[operation - self.chain]:
                 heapq.heappush(self.ready[group], (self.key[operation - self.chain], operation - self.chain))
         else:
@@ -263,15 +264,15 @@ class Play:
                 stage = 2 * problem.num_stages - 1 - position
                 if self.weights_last:
                     weight = self.chain + stage * count + operation % count
-                    if position == problem.num_stages:
-                        self.forced[group] = weight
-                    else:
-                        heapq.heappush(self.weights[group], (self.key[weight], weight))
+                    heap = self.weights
+                    if position == problem.num_stages and not self.rule.by_key:
+                        # Urgent: until then no other micro-batch can be at the last stage.
+                        heap = self.head if self.rule.patient_head else self.ready
+                    heapq.heappush(heap[group], (self.key[weight], weight))
                 else:
                     self._release(stage, group, operation % count)
             if position == problem.num_stages - 1:
-                self.arrived[operation + count] = 1
-                self.forced[group] = operation + count
+                self._arrive(operation + count, self.head if self.rule.patient_head else self.ready)
             elif position < 2 * problem.num_stages - 1:
                 link = group + self.link[position]
                 begin = end if end > self.send_free[link] else self.send_free[link]
@@ -286,3 +287,4 @@ class Play:
         self.room[group] += self.problem.memory[stage]
         self.open[group] -= 1
         self.admitted -= stage == 0
+        self.head_is_free = self.head_is_free or stage == self.problem.num_stages - 1

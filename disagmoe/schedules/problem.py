@@ -222,18 +222,21 @@ def _capacities(
 
 
 def order_fits(problem: Problem, group: int, operations: Sequence[int]) -> bool:
-    """Whether `operations`, all those of `group` in this order, stay within its caps. Not for a mirrored problem."""
+    """Whether `operations`, all those of `group` in this order, stay within its caps, the last stage with one
+    micro-batch at a time. Not for a mirrored problem."""
     count, stages = problem.num_microbatches, problem.num_stages
-    room, admitted = problem.capacity[group], 0
+    room, admitted, head = problem.capacity[group], 0, 0
     for operation in operations:
         position = operation // count
         if position < stages:
             room -= problem.memory[position]
             admitted += position == 0
-            if room < 0 or admitted > problem.in_flight:
+            head += position == stages - 1
+            if room < 0 or admitted > problem.in_flight or head > 1:
                 return False
         elif position >= 2 * stages or not problem.weight:
             stage = position - 2 * stages if problem.weight else 2 * stages - 1 - position
             room += problem.memory[stage]
             admitted -= stage == 0
+            head -= stage == stages - 1
     return True

@@ -20,6 +20,8 @@ from disagmoe.schedules.problem import Problem
 from disagmoe.schedules.swaps import Annealing
 
 BY_KEY = Rule(by_key=True)
+FEWEST = 6
+"""First plays that are made in any case, besides given ones."""
 KEPT = 4
 """First plays that are improved."""
 PATIENCE = 3
@@ -34,6 +36,8 @@ ACCEPTED = (0.0, 0.0, 0.01, 0.03)
 """Shares of the makespan that a step may lose."""
 MANY = 300
 """Plays left from which on half of them go to `Annealing`; below, it would hardly start."""
+HEAVY = 4
+"""Times the mean forward of its group that the last stage takes to be heavy."""
 SEED = 0
 
 SLANTS = (
@@ -62,6 +66,12 @@ SLANTS = (
     (0.7, 8, 0.8, 1.4, 0.0),
     (0.1, 4, 0.65, 1.6, 0.0),
     (0.3, 12, 0.8, 2.6, 0.0),
+    (0.4, 6, 1.0, 1.6, 1.1),
+    (0.6, 3, 0.5, 1.0, 0.67),
+    (0.7, 16, 1.05, 2.0, 0.0),
+    (0.3, 7, 0.5, 1.3, 1.0),
+    (0.3, 3, 0.9, 1.15, 0.75),
+    (0.6, 12, 0.7, 1.15, 1.0),
 )
 """Time between entries of the first micro-batches in shares of a micro-batch's work on the busiest group, how many
 these are, time between the others, and how much longer than alone a micro-batch is taken to be on its way. Window: a
@@ -77,7 +87,7 @@ def search(problem: Problem, given: Sequence[Play], *, effort: int) -> Play:
     effort: about how many operations may be scheduled, over all plays; first plays are always made.
     """
     plays = max(0, effort // max(1, problem.num_operations))
-    first = [*given, *itertools.islice(_in_turn(first_plays(problem), slanted_plays(problem)), max(10, plays // 2))]
+    first = [*given, *itertools.islice(_in_turn(first_plays(problem), slanted_plays(problem)), max(FEWEST, plays // 2))]
     best = min(first, key=lambda play: play.makespan)
     floor = shortest_possible(problem)
     left = max(4, plays - len(first))
@@ -157,8 +167,15 @@ def _rules(problem: Problem, length: int) -> list[Rule]:
     rules = [Rule(lead=None), Rule(lead=[problem.num_operations] * ring)]
     rules[1:1] = [Rule(lead=leads(problem, min(length, factor * ring), factor)) for factor in (2, 1)]
     if problem.weight:
-        rules = [rule for r in rules for rule in (r, Rule(lead=r.lead, eager_weights=True))]
-    return rules
+        rules = [rule for r in rules for rule in (r, replace(r, eager_weights=True))]
+    return [replace(rule, patient_head=True) for rule in rules] if has_heavy_head(problem) else rules
+
+
+def has_heavy_head(problem: Problem) -> bool:
+    """Whether others of its group should go ahead of the last stage's backward, which would hold them up for long."""
+    last = problem.num_stages - 1
+    others = [problem.duration[q] for q in range(last) if problem.group[q] == problem.group[last]]
+    return bool(others) and problem.duration[last] + problem.duration[last + 1] > HEAVY * sum(others) / len(others)
 
 
 def _in_turn(*sources: Iterator[Play]) -> Iterator[Play]:
@@ -197,7 +214,8 @@ def slanted_plays(problem: Problem) -> Iterator[Play]:
         # Only a window that fits entirely is sure to leave memory for others.
         spare = _spare(problem, window) if window < most else None
         for eager in (False, True) if problem.weight else (False,):
-            play = Play(problem, acquires, key, Rule(lead=None, eager_weights=eager), spare=spare).run()
+            rule = Rule(eager_weights=eager, patient_head=has_heavy_head(problem))
+            play = Play(problem, acquires, key, rule, spare=spare).run()
             if play.is_complete:
                 yield play
 

@@ -1,7 +1,6 @@
 """Local search on a finished order: operations on the critical path move ahead of their neighbours.
 
-Only for small problems, where it finds what list scheduling can't: orders in which a group waits on purpose. The last
-stage's operations move as one piece (see `dispatch`).
+Only for small problems, where it finds what list scheduling can't: orders in which a group waits on purpose.
 """
 
 from __future__ import annotations
@@ -22,22 +21,17 @@ Order = list[list[int]]
 
 
 class Annealing:
-    """Moves of operations in `order`, a list a group that leaves out what follows the last stage's forward."""
+    """Moves of operations in their groups' orders."""
 
     def __init__(self, problem: Problem, best: Play) -> None:
         self.problem = problem
         self.best = best
-        count, stages = problem.num_microbatches, problem.num_stages
-        self.head = range((stages - 1) * count, stages * count)
-        weight = (3 * stages - 1) * count
-        self.followers = [count] if not problem.weight else [count, weight - self.head.start]
-        self.hidden = {operation + step for operation in self.head for step in self.followers}
         self.rng = random.Random(SEED)
 
     def run(self, plays: int, floor: int) -> Play:
         """The best of `plays` plays; ends early at `floor`."""
         current = self.best
-        order = [[o for o in operations if o not in self.hidden] for operations in current.order]
+        order = [list(operations) for operations in current.order]
         for step in range(plays):
             if self.best.makespan <= floor:
                 break
@@ -47,7 +41,7 @@ class Annealing:
                 continue
             group, operations = moved
             before, order[group] = order[group], operations
-            following = Play(self.problem, [self._expand(o) for o in order], self.best.key, RULE, fixed=True).run()
+            following = Play(self.problem, order, self.best.key, RULE, fixed=True).run()
             loss = following.makespan - current.makespan
             if following.is_complete and (loss <= 0 or self.rng.random() < math.exp(-loss / heat)):
                 current = following
@@ -56,14 +50,6 @@ class Annealing:
             else:
                 order[group] = before
         return self.best
-
-    def _expand(self, operations: list[int]) -> list[int]:
-        expanded = []
-        for operation in operations:
-            expanded.append(operation)
-            if operation in self.head:
-                expanded += [operation + step for step in self.followers]
-        return expanded
 
     def _move(self, order: Order, play: Play) -> tuple[int, list[int]] | None:
         """A group's order in which a critical operation is some places earlier; None: a move that can't be made."""
@@ -77,7 +63,7 @@ class Annealing:
         if target == place or any(self._needs(later, operations[i]) for i in range(target, place)):
             return None
         moved = [*operations[:target], later, *operations[target:place], *operations[place + 1 :]]
-        return (group, moved) if order_fits(self.problem, group, self._expand(moved)) else None
+        return (group, moved) if order_fits(self.problem, group, moved) else None
 
     def _needs(self, operation: int, other: int) -> bool:
         """Whether `operation` comes after `other` in the same micro-batch, so that it can't overtake it."""
@@ -99,9 +85,7 @@ class Annealing:
         while True:
             before = previous.get(operation, -1)
             if before >= 0 and start[before] + problem.duration_of(before) == start[operation]:
-                leading = operation
-                if operation not in self.hidden:
-                    pairs.append((problem.group_of(leading), leading))
+                pairs.append((problem.group_of(operation), operation))
                 operation = before
             elif operation // count >= 2 * problem.num_stages or operation < count:
                 return pairs

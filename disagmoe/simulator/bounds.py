@@ -20,7 +20,7 @@ the least time from its end to the end of all that depends on it.
   two ramps in which activations come and go one at a time.
   *Ramp*: the work bound again, where the (n + k)-th forward waits for the k-th release at the earliest.
 
-`exact.py` beside this has what needs a solver: one group with memory, and true optima of small instances.
+Beside this, what needs a solver: `flow.py` (a stronger *area*), `exact.py` (one group with memory; true optima).
 
 Not covered: the in-flight cap, which only makes schedules longer. Numbers are in ticks of the problem unless their
 name ends in `_s`; rounding durations to ticks moves a bound by less than 1e-6 of itself.
@@ -73,7 +73,7 @@ def lower_bounds(problem: Problem) -> Bounds:
         feed_s=problem.tick_s * max(_feed(chain, group) for group in held),
         link_s=problem.tick_s * max(_preemptive(jobs) for jobs in _link_jobs(chain)),
         fill_s=problem.tick_s * max(_fill_and_drain(chain, group) for group in held),
-        area_s=problem.tick_s * max(_area(chain, group) for group in held),
+        area_s=problem.tick_s * max(area_of(chain, group) for group in held),
         ramp_s=problem.tick_s * max(_ramp(side, group) for side in sides for group in held),
     )
 
@@ -149,8 +149,11 @@ class Chain:
 
     def _chain_after(self, position: int) -> int:
         """Time from the end of `position` to the chain's, without weight operations."""
-        return self.ready[self.last] + self.problem.duration[self.last] - self.ready[position] - (
-            self.problem.duration[position]
+        return (
+            self.ready[self.last]
+            + self.problem.duration[self.last]
+            - self.ready[position]
+            - (self.problem.duration[position])
         )
 
 
@@ -264,7 +267,7 @@ def _fill_and_drain(chain: Chain, group: int) -> int:
     return work + max(idle, first_start)
 
 
-def _area(chain: Chain, group: int) -> int:
+def area_of(chain: Chain, group: int) -> int:
     """The bound *area* of the module's description for a group whose capacity binds; 0 otherwise."""
     problem, count = chain.problem, chain.problem.num_microbatches
     stages, capacity = _stages_of(chain, group), problem.capacity[group]

@@ -19,6 +19,7 @@ from disagmoe.simulator.bounds import lower_bounds
 from disagmoe.simulator.costs import Hop, StageCosts
 from disagmoe.simulator.engine import simulate
 from disagmoe.simulator.exact import one_machine_bound, optimum
+from disagmoe.simulator.flow import flow_bound
 
 from .helpers import Case, cases, execute, make_layout
 
@@ -72,11 +73,10 @@ def check_complete(schedule: Schedule, *, split: bool, in_flight: int, seed: int
             for stage in range(stages) if split else ():
                 weight = step[Action(Kind.BACKWARD_WEIGHT, stage, microbatch)]
                 assert weight > step[Action(back, stage, microbatch)]
-    last = stages - 1
     for order in schedule.compute:  # Logits of one micro-batch only.
-        for place, action in enumerate(order):
-            if action.stage == last and action.kind is Kind.FORWARD:
-                assert all(other[1:] == action[1:] for other in order[place : place + (3 if split else 2)])
+        of_head = [action.microbatch for action in order if action.stage == stages - 1]
+        each = 3 if split else 2
+        assert all(len(set(of_head[i : i + each])) == 1 for i in range(0, len(of_head), each))
 
 
 def check_fitted(case: Case, *, seed: int, cap: int, split: bool) -> None:
@@ -220,8 +220,26 @@ def test_near_the_optimum(cap: int) -> None:
     fitted = make_fitted(layout, layers, costs=costs, num_microbatches=4, cap=cap, split_backward=True)
     assert best.makespan_s - 1e-9 <= makespan(fitted, costs) <= 1.03 * best.makespan_s
     assert lower_bounds(problem).best_s <= best.makespan_s + 1e-9
+    assert 0 < flow_bound(problem, steps=60) <= best.makespan_s + 1e-9
     for group in range(4):
         assert one_machine_bound(problem, group, limit_s=2).bound_s <= best.makespan_s + 1e-9
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_flow_is_a_bound_and_can_be_better_than_area(split: bool) -> None:
+    layout, layers = make_layout(2, 2), [True] * 6
+    costs = simple_costs([1.0] * 12 + [0.5], hop=0.6)
+    groups = tuple(layout.pipeline_group(s.role, s.group) for s in build_stages(layout, layers))
+    better = []
+    for cap in (1, 2, 3):
+        common = {"num_microbatches": 12, "cap": cap, "split_backward": split}
+        problem = build_problem(costs, groups, num_groups=4, **common)
+        end = makespan(make_fitted(layout, layers, costs=costs, effort=LITTLE, **common), costs)
+        flow = flow_bound(problem, steps=100)
+        assert flow <= end + 1e-9
+        better.append(flow > lower_bounds(problem).best_s)
+    assert any(better)
+    assert flow_bound(build_problem(costs, groups, num_groups=4, num_microbatches=12), steps=100) == 0
 
 
 def test_bounds_by_hand() -> None:
@@ -234,6 +252,21 @@ def test_bounds_by_hand() -> None:
     assert bounds.work_s == pytest.approx(1.5 + 6 + 2.5)
     schedule = make_fitted(layout, [True], costs=costs, num_microbatches=2)
     assert makespan(schedule, costs) == pytest.approx(bounds.best_s)
+
+
+def test_others_go_between_a_heavy_heads_forward_and_backward() -> None:
+    """Three times 8 f in one go would hold up the layers beside it."""
+    layout, layers = make_layout(2, 2), [True] * 8
+    costs = simple_costs([1.0] * 16 + [8.0], hop=0.5)
+    schedule = make_fitted(layout, layers, costs=costs, num_microbatches=12, cap=5, split_backward=True)
+    check_complete(schedule, split=True, in_flight=0, seed=0)
+    order = next(order for order in schedule.compute if any(action.stage == 16 for action in order))
+    place = {action: index for index, action in enumerate(order)}
+    apart = [
+        place[Action(Kind.BACKWARD_WEIGHT, 16, m)] - place[Action(Kind.FORWARD, 16, m)] > 2
+        for m in range(schedule.num_microbatches)
+    ]
+    assert any(apart)
 
 
 def test_the_same_input_gives_the_same_schedule() -> None:

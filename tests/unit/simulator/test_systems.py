@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagmoe.check import make_plan
 from disagmoe.cli import main
 from disagmoe.config.cluster import load_cluster
+from disagmoe.config.load import load_config
 from disagmoe.config.recipe import load_recipe
 from disagmoe.layout import Layout
 from disagmoe.schedules import Kind, Schedule, validate
@@ -21,6 +23,7 @@ from disagmoe.simulator.engine import simulate
 from disagmoe.simulator.expert_parallel import EPPlan
 from disagmoe.simulator.generators import af_schedule
 from disagmoe.simulator.overlap import best_chunked, chunked, fine_grained
+from disagmoe.simulator.profile import HopProfile, Profile, StageProfile
 from disagmoe.simulator.report import as_text, events_of, table_rows, write_trace
 from disagmoe.simulator.roofline import Job
 from disagmoe.simulator.systems import AF_SYSTEMS, BASELINES, AFPlan, run_af_pipe, run_interleaved
@@ -190,6 +193,34 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]:
         assert main(["simulate", str(CONFIG), "--cluster", "h800x1", "--system", "af-plain", *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_profile_leaves_baselines_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = make_plan(load_config(str(CONFIG), [])).schedule.num_stages
+    stages = tuple(
+        StageProfile(
+            index=i,
+            forward_s=1e-3,
+            backward_s=2e-3,
+            backward_input_s=None,
+            backward_weight_s=None,
+            activation_bytes=1e6,
+        )
+        for i in range(shape)
+    )
+    hops = tuple(
+        HopProfile(index=i, forward_bytes=1e6, forward_s=5e-4, backward_bytes=1e6, backward_s=5e-4)
+        for i in range(1, shape)
+    )
+    file = tmp_path / "costs.json"
+    Profile(model="qwen3-debug", seq_len=256, microbatch_samples=8, stages=stages, hops=hops).save(file)
+    arguments = ["simulate", str(CONFIG), "--cluster", "h800x1", "--profile", str(file)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "\naf-" in printed.out and not any(f"\n{name} " in printed.out for name in BASELINES)
+    assert "baselines are left out" in printed.err
+    assert main([*arguments, "--system", "af-deep", "tutel"]) == 2
+    assert '--system = "tutel": is not measured by --profile' in capsys.readouterr().err
 
 
 def test_the_library_of_orders_is_complete() -> None:
