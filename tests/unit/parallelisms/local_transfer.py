@@ -69,8 +69,10 @@ class LocalChannel:
     def made(self, key: tuple[int, int]) -> None:
         """Nothing here overlaps, so it does not matter when a message was ready."""
 
-    def post(self, key: tuple[int, int], what: str, counts: Sequence[Counts] | None = None) -> None:
-        assert key not in self._posted and what
+    def post(
+        self, key: tuple[int, int], what: str, counts: Sequence[Counts] | None = None, most: Counts | None = None
+    ) -> None:
+        assert key not in self._posted and what and most is None
         self._posted[key] = counts
 
     def take(self, key: tuple[int, int]) -> Arrival:
