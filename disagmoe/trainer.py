@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,13 +127,17 @@ class Trainer:
     def run(self, num_steps: int | None = None) -> None:
         """Train from where the run stands; `num_steps` or `[training] stop_after` ends early (schedules still span
         `[training] steps`), and so does a request to stop (see `Monitor.accept_stop`)."""
+        from torchtitan.tools.utils import GarbageCollection
+
         training = self.config.training
         last_step = num_steps or training.stop_after or training.steps
         if self.checkpointer is not None:
             self.world.monitor.accept_stop(self.config.checkpoint.grace_s)
         if self._first_step > last_step:
             self.logger.say(f"nothing to do: step {self.position.step} has been made, and the last is {last_step}")
+        collector = GarbageCollection(gc_freq=training.gc_freq)
         for step in range(self._first_step, last_step + 1):
+            collector.run(step)
             self.history.append(self.train_step(step))
             next_sample = self.position.next_sample + training.global_batch_size
             self.position = Position(step=step, next_sample=next_sample)
@@ -141,6 +146,7 @@ class Trainer:
             if self._stop:
                 self.logger.say(f"stopping after step {step}, as asked")
                 break
+        gc.enable()
         self.logger.close()
 
     def write_profile(self, resolved: ResolvedConfig) -> None:

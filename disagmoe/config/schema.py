@@ -162,6 +162,9 @@ class TrainingConfig:
     """Samples an optimizer step, over all replicas."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of parameters and activations. Routers and the residual sums of returned rows are computed in float32."""
+    gc_freq: Count = 50
+    """Steps between runs of Python's garbage collector, which otherwise runs in the middle of any action and makes
+    all peers wait."""
     max_grad_norm: PositiveOrZero = 1.0
     """Global norm that gradients are clipped to; 0 turns clipping off."""
     load_balance_coeff: PositiveOrZero = 1e-3
