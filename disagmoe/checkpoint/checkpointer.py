@@ -112,16 +112,22 @@ class Checkpointer:
         """
         due = last or position.step % self._config.checkpoint.interval == 0
         if self._thread is not None and not self._thread.is_alive():
-            self._settle()
+            self.settle()
         if due and position.step != self._saved_step:
-            self._save(position, wait=last or self._config.checkpoint.async_mode == "disabled", last=last)
+            self.save(position, wait=last or self._config.checkpoint.async_mode == "disabled", last=last)
         if last:
-            self._settle(last=True)
+            self.settle(last=True)
 
-    def _save(self, position: Position, *, wait: bool, last: bool) -> None:
+    @property
+    def total_bytes(self) -> int:
+        """Of the tensors in a checkpoint."""
+        return sum(self._assignment.bytes_by_rank)
+
+    def save(self, position: Position, *, wait: bool, last: bool = False) -> None:
+        """Save now; without `wait`, return as soon as the state is copied. See `after_step`."""
         called_s = time.monotonic()
         self._world.monitor.status.write(f"step {position.step}, saving a checkpoint")
-        self._settle()
+        self.settle()
         tensors = views(self._local.pieces(), self._own)
         if not wait:
             tensors = self._stage(tensors)
@@ -139,7 +145,7 @@ class Checkpointer:
             Save(step=position.step, stall_s=time.monotonic() - called_s, total_s=float("nan"), bytes=size)
         )
         if wait:
-            self._settle(last=last)
+            self.settle(last=last)
 
     def _stage(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copy to host memory of our own, which is kept for the next time."""
@@ -173,8 +179,8 @@ class Checkpointer:
             self._world.monitor.check()
             self._thread.join(min(0.05, POLL_S))
 
-    def _settle(self, *, last: bool = False) -> None:
-        """Wait until the save under way, if any, has ended, and act on its outcome."""
+    def settle(self, *, last: bool = False) -> None:
+        """Wait until the save under way, if any, has ended, and act on its outcome. See `after_step`."""
         if self._thread is None:
             return
         self._join()
@@ -182,7 +188,7 @@ class Checkpointer:
         error, self._error = self._error, None
         if error is None:
             save = self.saves[-1] = Save(**{**vars(self.saves[-1]), "total_s": self._total_s})
-            whole = sum(self._assignment.bytes_by_rank) / 1e6
+            whole = self.total_bytes / 1e6
             took = f"{save.total_s:.2f} s, of which training waited {save.stall_s:.2f} s"
             self._say(f"saved {self.folder / step_name(save.step)} ({whole:,.1f} MB) in {took}")
             return

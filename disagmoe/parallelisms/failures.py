@@ -13,14 +13,12 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from select import select
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -29,6 +27,7 @@ from torch.distributed.distributed_c10d import Store
 from disagmoe.layout import Layout
 from disagmoe.parallelisms.heartbeat import NOTICE_KEY, POLL_S, Heartbeat, beat_key, is_alive, is_stopped
 from disagmoe.parallelisms.notice import Notice, PeerLost, TransferTimeout, WorkerFailure
+from disagmoe.parallelisms.signals import Signals
 from disagmoe.parallelisms.status import StatusBoard
 
 __all__ = ["POLL_S", "Monitor", "Notice", "PeerLost", "StatusBoard", "TransferTimeout", "WorkerFailure"]
@@ -40,9 +39,6 @@ _STORE_ANSWER_S = 3.0
 _REASON_CHARS = 2000
 _DONE_KEY = "disagmoe/done"
 _LEFT_KEY = "disagmoe/left"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
-"""Of these, the ones that schedulers announce a run's end by."""
 _ENDED = "ended after: "
 """Begins the last status of a worker that ended because of a notice, which follows: known even without the store."""
 _GONE = "its process is gone (killed, or crashed without a word)"
@@ -82,14 +78,7 @@ class Monitor:
         self._finishing = False
         self._in_collective: tuple[str, float] | None = None
         self._stop = threading.Event()
-        self._signal = 0
-        self._grace_s: float | None = None
-        self._request: tuple[int, float] | None = None
-        self._old_handlers: dict[int, Callable[..., object] | int | None] = {}
-        # A byte here wakes the guard; signals write theirs even while the main thread is inside a collective.
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
+        self._signals = Signals()
         # torchrun starts the processes; without it, who the parent is says nothing.
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._heart = Heartbeat(
@@ -188,7 +177,7 @@ class Monitor:
 
     def wait_for_notice(self, seconds: float) -> Notice | None:
         """Give the failing worker time to say so itself, so that the cause is reported and not its consequence."""
-        self._wake()
+        self._signals.wake()
         self._noticed.wait(seconds)
         return self._notice
 
@@ -233,36 +222,27 @@ class Monitor:
     def stop(self) -> None:
         """Stop watching; `finish` does, too. From the main thread."""
         self._stop.set()
-        self._wake()
+        self._signals.wake()
         self._heart.stop()
         self._thread.join(timeout=5.0)
-        if self._old_handlers:
-            signal.set_wakeup_fd(-1)
-            for number, handler in self._old_handlers.items():
-                signal.signal(number, handler)
-        self._wake_in.close()
-        self._wake_out.close()
+        self._signals.close()
 
     def catch_signals(self) -> None:
         """Act on a request to stop even while the main thread is inside a collective. Call from the main thread.
 
         A process alone keeps Python's own behaviour on Ctrl-C.
         """
-        for number in _SIGNALS:
-            alone = number == signal.SIGINT and self._layout.world_size == 1
-            if not alone and signal.getsignal(number) is not signal.SIG_IGN:
-                self._old_handlers[number] = signal.signal(number, lambda _number, _frame: None)
-        signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
+        self._signals.catch(but=frozenset({signal.SIGINT} if self._layout.world_size == 1 else ()))
 
     def accept_stop(self, grace_s: float) -> None:
         """From now on SIGTERM and SIGUSR1 only set `stop_requested`, and end this process when it still runs after
         `grace_s` seconds. While a worker has failed, they end it as ever."""
-        self._grace_s = grace_s
+        self._signals.grace_s = grace_s
 
     @property
     def stop_requested(self) -> bool:
         """Whether this process has been asked to stop at the end of a step."""
-        return self._request is not None
+        return self._signals.request is not None
 
     def let_others_read(self) -> None:
         """Before this process ends after a failure: if it hosts the store, the others learn of the notice there."""
@@ -303,17 +283,11 @@ class Monitor:
         thread.join(timeout=_STORE_ANSWER_S)
         return answer[0] if answer else default
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"\0")
-
     def _run(self) -> None:
         looked_s = time.monotonic()
         while not self._stop.is_set():
             try:
-                if select([self._wake_in], [], [], POLL_S)[0]:
-                    received = self._wake_in.recv(64)
-                    self._take_signals(received)
+                self._take_signals(self._signals.wait(POLL_S))
                 if self._stop.is_set():
                     return
                 now = time.monotonic()
@@ -330,19 +304,21 @@ class Monitor:
                     traceback.print_exc()
                     time.sleep(POLL_S)
 
-    def _take_signals(self, received: bytes) -> None:
+    def _take_signals(self, received: list[int]) -> None:
         for number in received:
-            if number in _REQUESTS and self._grace_s is not None and not self._finishing:
+            if self._signals.is_request(number) and not self._finishing:
                 # A launcher sends the same when a worker has failed: that may be known by now.
+                self._learn()
                 if self._notice is None:
-                    self._heart.look_now(_STORE_ANSWER_S)
-                if self._notice is None:
-                    self._look(time.monotonic())
-                if self._notice is None:
-                    self._request = self._request or (number, time.monotonic())
+                    self._signals.ask(number)
                     continue
-            if number in _SIGNALS:
-                self._signal = number
+            self._signals.number = number
+
+    def _learn(self) -> None:
+        if self._notice is None:
+            self._heart.look_now(_STORE_ANSWER_S)
+        if self._notice is None:
+            self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
         gone = [rank for rank, pid in list(self._heart.pid_of_rank.items()) if not is_alive(pid)]
@@ -394,30 +370,22 @@ class Monitor:
     def _maybe_exit(self) -> None:
         if not self._own_exit:
             return
-        if self._request is not None and self._notice is None and not self._finishing:
-            number, since_s = self._request
-            if time.monotonic() - since_s > (self._grace_s or 0.0):
-                self._signal = number
-        if self._signal and self._notice is None:
+        if self._notice is None and not self._finishing:
+            self._signals.enforce()
+        told = self._signals.number
+        if told and self._notice is None:
             # Launchers stop the others as soon as one has failed: who failed may be known by now.
-            self._heart.look_now(_STORE_ANSWER_S)
+            self._learn()
             if self._notice is None:
-                self._look(time.monotonic())
-            if self._notice is None:
-                name = signal.Signals(self._signal).name
-                late = f" after [checkpoint] grace_s = {self._grace_s:g} s, too soon for" if self._request else ""
-                late += " the end of the step and its checkpoint" if late else ""
-                self.report(f"stopped by {name}{late}", signal_number=self._signal)
+                self.report(self._signals.describe(), signal_number=told)
         notice = self._notice
         # The main thread has a moment to end by itself; much of one only where it can.
         grace_s = _GRACE_S if self._in_collective is None else 2 * POLL_S
-        if notice is None or (not self._signal and time.monotonic() - self._notice_at_s < grace_s):
+        if notice is None or (not told and time.monotonic() - self._notice_at_s < grace_s):
             return
-        if notice.signal and self._signal:
-            name = signal.Signals(self._signal).name
-            reason = notice.reason if notice.rank == self.rank else f"stopped by {name}"
-            self.say(f"{reason}; it was doing: {self.status.read(self.rank)}")
-            self.leave(128 + self._signal)
+        if notice.signal and told:
+            self.say(f"{self._signals.describe()}; it was doing: {self.status.read(self.rank)}")
+            self.leave(128 + told)
         if not self.say(str(notice) if notice.rank == self.rank else f"ending: {notice}"):
             # The main thread is about to end the process itself.
             self._stop.wait(_GRACE_S)
