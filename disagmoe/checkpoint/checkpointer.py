@@ -32,6 +32,7 @@ from disagmoe.checkpoint.folder import (
 )
 from disagmoe.checkpoint.resume import (
     Candidates,
+    changes,
     checkpoint_folder,
     describe_run,
     differences,
@@ -99,6 +100,7 @@ class Checkpointer:
         self._staged: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self._lost = False
         self._saved_step: int | None = None
         self.saves: list[Save] = []
 
@@ -129,7 +131,7 @@ class Checkpointer:
         self._world.monitor.status.write(f"step {position.step}, saving a checkpoint")
         self.settle()
         tensors = views(self._local.pieces(), self._own)
-        if not wait:
+        if not wait or self._world.device.type == "cuda":
             tensors = self._stage(tensors)
         writer = CommittingWriter(
             self.folder / temporary_name(position.step, self._run), position.step, self._describe(position)
@@ -164,14 +166,21 @@ class Checkpointer:
             write(writer, self._own, tensors, group=self._group)
             self._saved_step, self._total_s = step, time.monotonic() - called_s
             if self._world.rank == 0:
-                tidy(self.folder, self._config.checkpoint.keep_latest_k, run=self._run)
+                self._tidy()
         except CheckpointError as error:
             self._error = CheckpointError(f"the checkpoint of step {step} could not be saved: {error}")
             if self._world.rank == 0:
                 with contextlib.suppress(OSError):
                     remove(Path(writer.path))
-        except Exception as error:
+        except Exception as error:  # the processes could not talk: for one of them this is a failure of another
+            self._lost = True
             self._error = CheckpointError(f"the checkpoint of step {step}: {type(error).__name__}: {error}")
+
+    def _tidy(self) -> None:
+        try:
+            tidy(self.folder, self._config.checkpoint.keep_latest_k, run=self._run)
+        except (OSError, CheckpointError) as error:  # the new one is there all the same
+            sys.stderr.write(f"warning: {self.folder}: older checkpoints could not be removed: {error}\n")
 
     def _join(self) -> None:
         """Wait for the thread in slices, so that a failure elsewhere ends the wait."""
@@ -192,11 +201,11 @@ class Checkpointer:
             took = f"{save.total_s:.2f} s, of which training waited {save.stall_s:.2f} s"
             self._say(f"saved {self.folder / step_name(save.step)} ({whole:,.1f} MB) in {took}")
             return
-        if self._config.checkpoint.on_save_failure == "continue" and not last:
+        if self._config.checkpoint.on_save_failure == "continue" and not last and not self._lost:
             if self._world.rank == 0:
                 sys.stderr.write(f"warning: {error}; training goes on ([checkpoint] on_save_failure)\n")
             return
-        if self._world.rank != 0:  # the same error everywhere: one process says it
+        if self._world.rank != 0 or self._lost:  # the same error everywhere: one process says it
             self._world.monitor.wait_for_notice(self._world.monitor.patience_s)
             self._world.monitor.check()
         raise error
@@ -287,6 +296,8 @@ class Checkpointer:
             f"continuing from {entry.path} ({saved_by}): step {position.step + 1} begins at sample "
             f"{position.next_sample:,}"
         )
+        for change in changes(self._config, state):
+            self._say(f"changed since: {change}")
         return position
 
     # -- among the processes -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ the tensors."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,7 +99,13 @@ def _requested(folder: Path, step: int, found: list[Found]) -> Found:
 def find_resume_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     """What keeps a run from continuing as configured; nothing if checkpoints are off. For one node: the first."""
     config = resolved.config
-    if not config.checkpoint.enable or config.checkpoint.resume == "none":
+    if not config.checkpoint.enable:
+        return
+    folder = checkpoint_folder(config)
+    if folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        yield resolved.problem("checkpoint.folder", f"{folder} must be a folder that you may write to")
+        return
+    if config.checkpoint.resume == "none":
         return
     try:
         candidates = find_candidates(config)
@@ -155,6 +162,17 @@ def _data_differences(
         yield key, f"was {show(old[key.partition('.')[2]])} there; {reason}", fix
     if not changed:
         yield "data.source", f"has other content now; {reason}", fix
+
+
+def changes(config: Config, state: Mapping[str, Any]) -> list[str]:
+    """What bears on training and is not as it was in the checkpoint's run, a line each."""
+    new = asdict(config)
+    return [
+        f"{section}.{key} = {show(new[section][key])}, was {show(old)}"
+        for section in ("training", "optimizer", "lr_scheduler")
+        for key, old in state["config"][section].items()
+        if key != "stop_after" and key in new[section] and new[section][key] != old
+    ]
 
 
 def _another_folder(config: Config) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from disagmoe.checkpoint.folder import CheckpointError
-from disagmoe.checkpoint.resume import describe_run, differences
+from disagmoe.checkpoint.resume import changes, describe_run, differences
 from disagmoe.checkpoint.state import Holding, Piece, Unit, assign, holdings, unit_bytes, views
 from disagmoe.config.schema import (
     Config,
@@ -87,6 +87,14 @@ def test_layout_batch_and_rates_may_change() -> None:
         optimizer=OptimizerConfig(lr=1.0, weight_decay=0.0),
     )
     assert refused(changed) == {}
+    assert changes(changed, STATE) == [
+        "training.steps = 9, was 100",
+        "training.global_batch_size = 7, was 16",
+        "training.max_grad_norm = 0.0, was 1.0",
+        "optimizer.lr = 1.0, was 0.001",
+        "optimizer.weight_decay = 0.0, was 0.1",
+    ]
+    assert changes(CONFIG, STATE) == []
 
 
 @pytest.mark.parametrize(

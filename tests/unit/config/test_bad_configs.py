@@ -26,6 +26,24 @@ class Bad(NamedTuple):
 EP = '[parallelism]\nmode = "ep"\n[expert_parallel]\n'
 BAD = [
     Bad(
+        "resume from what",
+        '[checkpoint]\nenable = true\nresume = "atuo"',
+        [],
+        ["FILE", 'checkpoint.resume = "atuo"', 'must be "auto", "none" or a step', 'did you mean "auto"?'],
+    ),
+    Bad(
+        "resume with checkpoints off",
+        "[checkpoint]\nresume = 40",
+        [],
+        ["FILE", "checkpoint.resume = 40", "needs checkpoint.enable = true"],
+    ),
+    Bad(
+        "stop after the end",
+        "",
+        ["--training.steps=5", "--training.stop_after=6"],
+        ["command line", "training.stop_after = 6", "must be at most training.steps = 5"],
+    ),
+    Bad(
         "profile of the unsplit model",
         '[metrics]\nprofile_costs = "costs.json"',
         ["--parallelism.mode=none"],
