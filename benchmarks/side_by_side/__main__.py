@@ -104,11 +104,11 @@ def _rounds(
 
 
 def _line(number: int, name: str, one: Launch) -> str:
-    predicted = "" if one.predicted_step_s is None else f"  simulated {one.predicted_step_s:.2f}"
     return (
         f"round {number}  {name:<26} step {one.step_s:6.2f} s  compute {one.compute_s:5.2f}  exposed "
-        f"{one.exposed_comm_s:5.2f}  idle {one.idle_s:5.2f}  passes {one.pipeline_s:5.2f}{predicted}  "
-        f"sent {one.sent_bytes / 1e6:.1f} MB  loss {one.loss:.4f}  (start {one.start_s:.0f} s)"
+        f"{one.exposed_comm_s:5.2f}  idle {one.idle_s:5.2f}  passes {one.pipeline_s:5.2f}  "
+        f"simulated {one.predicted_step_s:.2f}  sent {one.sent_bytes / 1e6:.1f} MB  loss {one.loss:.4f}  "
+        f"(start {one.start_s:.0f} s)"
     )
 
 

@@ -41,8 +41,8 @@ class Launch:
     peak_memory_bytes: float
     """Most resident memory of a worker since its process began."""
     tokens_per_s: float
-    predicted_step_s: float | None
-    """Simulated passes on this launch's measured costs, and what was measured outside them; None: not available."""
+    predicted_step_s: float
+    """Simulated passes on this launch's measured costs, and what was measured outside them."""
     loss: float
     """Of the last step."""
     start_s: float
@@ -86,10 +86,9 @@ def _options(system: System, num_steps: int, folder: Path, profile: Path) -> lis
         "metrics.timeline_step": 0,
         "metrics.tensorboard": "false",
         "lr_scheduler.warmup_steps": 0,
+        "metrics.profile_costs": profile,
         "dump_folder": folder,
     }
-    if system.overrides.get("parallelism.mode", "disagmoe") == "disagmoe":
-        options["metrics.profile_costs"] = profile
     return [f"--{key}={value}" for key, value in options.items()]
 
 
@@ -135,7 +134,6 @@ def _summary(
         )
 
     step_s, pipeline_s = (mean(line[key] for line in lines) for key in ("step_time_s", "pipeline_time_s"))
-    predicted = predict_pipeline_s(overrides, profile)
     return Launch(
         step_s=step_s,
         pipeline_s=pipeline_s,
@@ -146,7 +144,7 @@ def _summary(
         nic_bytes=nic_bytes,
         peak_memory_bytes=max(line.get(f"{r.value}.peak_memory_bytes.max", 0.0) for line in lines for r in Role),
         tokens_per_s=mean(line["tokens"] for line in lines) / step_s,
-        predicted_step_s=None if predicted is None else predicted + step_s - pipeline_s,
+        predicted_step_s=predict_pipeline_s(overrides, profile) + step_s - pipeline_s,
         loss=lines[-1]["loss"],
         start_s=start_s,
     )

@@ -38,8 +38,7 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
         else:
             low, high = result["ratio_spread"][name]
             ratio, most = f"{result['ratios'][name]:.2f}x ({low:.2f} - {high:.2f})", f"{result['ceilings'][name]:.2f}x"
-        predicted = values["predicted_step_s"]
-        simulated = "" if predicted is None else f"{predicted:.2f} ({values['predicted_error']:+.0%})"
+        simulated = f"{values['predicted_step_s']:.2f} ({values['predicted_error']:+.0%})"
         lines.append(
             f"| {values['title']}: {values['layout']} | {values['step_s']:.2f} | {values['compute_s']:.2f} | "
             f"{values['exposed_comm_s']:.2f} | {values['idle_s']:.2f} | {values['sent_bytes'] / 1e6:.1f} | "

@@ -68,15 +68,13 @@ def _system(system: System, launches: Sequence[Launch], preset: Preset) -> dict[
     values: dict[str, Any] = {key: median(getattr(launch, key) for launch in launches) for key in _SECONDS}
     for key in ("sent_bytes", "nic_bytes", "peak_memory_bytes", "tokens_per_s"):
         values[key] = median(getattr(launch, key) for launch in launches)
-    known = [launch for launch in launches if launch.predicted_step_s is not None]
-    predictions = [(launch.predicted_step_s or 0.0, launch.step_s) for launch in known]
     rate = min(rate for rate in preset.cluster.nics_bit_per_s) / 8
     return {
         "title": system.title,
         "layout": layout_text(system.overrides),
         **values,
-        "predicted_step_s": median(p for p, _ in predictions) if predictions else None,
-        "predicted_error": median(p / s - 1 for p, s in predictions) if predictions else None,
+        "predicted_step_s": median(launch.predicted_step_s for launch in launches),
+        "predicted_error": median(launch.predicted_step_s / launch.step_s - 1 for launch in launches),
         "payload_wire_share": values["sent_bytes"] * preset.cluster.workers_per_node / rate / values["step_s"],
         "wire_share": values["nic_bytes"] / rate / values["step_s"],
         "step_s_of_rounds": [launch.step_s for launch in launches],
