@@ -70,7 +70,7 @@ def pipeline_disagmoe(
     device: torch.device,
     dtype: torch.dtype,
     loss_fn: LossFunction,
-    seed: int = 0,
+    seed: int | None = 0,
     comm: CommConfig | None = None,
     monitor: Monitor | None = None,
     slice_tokens: int | None = None,
@@ -82,7 +82,7 @@ def pipeline_disagmoe(
         meshes: From `make_disagmoe_meshes`, for the same configurations.
         dtype: Of parameters and of the rows that travel.
         loss_fn: (logits [B, L, V], labels [B, L]) -> sum of the loss over valid tokens.
-        seed: Of the initial weights, which do not depend on the layout.
+        seed: Of the initial weights, which do not depend on the layout; None: they are undefined until you load them.
         monitor: Watches the other workers; one is started if there is none (stop it with `monitor.stop()`).
         slice_tokens: Most tokens of a micro-batch that any A-worker will own, the same on every rank, where known:
             saves the messages with row counts over gloo.

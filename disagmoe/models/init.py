@@ -82,6 +82,9 @@ def materialize(module: nn.Module, *, device: torch.device | str, dtype: torch.d
     Buffers keep their own dtype: rotary caches and router biases are float32 in every training dtype. All values are
     undefined afterwards: call `init_parameters`.
     """
+    for parameter in module.parameters():
+        if parameter.is_meta:  # before there is storage, so that there never is any in the dtype it was built in
+            parameter.data = parameter.data.to(dtype)
     module.to_empty(device=device)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -114,7 +117,9 @@ def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Para
 
 
 @torch.no_grad()
-def init_parameters(module: nn.Module, model_config: Decoder.Config, seed: int, expert_offset: int = 0) -> None:
+def init_parameters(
+    module: nn.Module, model_config: Decoder.Config, seed: int | None, expert_offset: int = 0
+) -> None:
     """Set every parameter and buffer of a model or a part of one, in place.
 
     A parameter's values depend on `seed` and its unsplit name only, those of a stacked expert parameter on the global
@@ -124,14 +129,14 @@ def init_parameters(module: nn.Module, model_config: Decoder.Config, seed: int, 
     Args:
         module: from `build_model`, `build_attention_part` or `build_expert_part`; its parameters have storage.
         model_config: the config that `module` was built from.
-        seed: of the run.
+        seed: of the run; None: parameters stay undefined, for weights that are loaded anyway. Buffers are set.
         expert_offset: global id of the module's first expert.
 
     Raises:
         ValueError: a parameter without an initialiser or without storage, or experts beyond the config's number.
     """
     total = {moe.num_experts for _, moe, _, _ in model_config.traverse(MoE.Config)}
-    for name, owner, parameter, init in _own_parameters(module):
+    for name, owner, parameter, init in _own_parameters(module) if seed is not None else ():
         if parameter.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: call materialize first")
         if not isinstance(owner, GroupedExperts):

@@ -36,7 +36,10 @@ class Stored:
 
     file: Path
     dtype: str
+    """As safetensors calls it."""
     shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,12 @@ def read_header(file: Path) -> dict[str, Stored]:
         header.pop("__metadata__", None)
         end = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
         tensors = {
-            name: Stored(file=file, dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])))
+            name: Stored(
+                file=file,
+                dtype=str(entry["dtype"]),
+                shape=tuple(map(int, entry["shape"])),
+                offset=8 + length + int(entry["data_offsets"][0]),
+            )
             for name, entry in header.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -5,23 +5,28 @@ A process reads only what its own parameters need, a slice at a time, and holds 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from disagmoe.models.state_dict.files import Weights
+from disagmoe.models.state_dict.files import Stored, Weights, WeightsError
 from disagmoe.models.state_dict.maps import ParameterMap, Part
 from disagmoe.models.state_dict.mxfp4 import dequantise
 
-SLICE_BYTES = 1 << 24
+SLICE_BYTES = 1 << 22
 """About how much is read at once."""
+STORED_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,30 +96,48 @@ def _overlap(a: range, b: range) -> range:
 
 
 class SliceReader:
-    """Slices of a folder's tensors; keeps the last file open."""
+    """Slices of a folder's tensors, read from the files (not mapped, so that no page of them counts as ours)."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._stack = ExitStack()
-        self._file: Path | None = None
-        self._open: Any = None
+        self._files: dict[Path, int] = {}
 
     def __enter__(self) -> SliceReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
 
-    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """A copy of tensor[index] in memory of its own."""
-        file = self._weights.stored[name].file
-        if file != self._file:
-            # The old file's pages are given back before the next one's come.
-            self._open = None
-            self._stack.close()
-            self._open = self._stack.enter_context(safe_open(str(file), framework="pt"))
-            self._file = file
-        return self._open.get_slice(name)[index]
+    def read(self, name: str, rows: slice, columns: slice | None = None) -> Tensor:
+        """tensor[rows], or tensor[rows, columns], on the host."""
+        stored = self._weights.stored[name]
+        if stored.file not in self._files:
+            self._files[stored.file] = os.open(stored.file, os.O_RDONLY)
+        first = range(stored.shape[0])[rows]
+        tail = stored.shape[1:]
+        if columns is not None:
+            tail = (len(range(tail[0])[columns]), *tail[1:])
+        out = torch.empty((len(first), *tail), dtype=STORED_DTYPES[stored.dtype])
+        data = out.view(-1).view(torch.uint8).numpy().data if out.numel() else memoryview(b"")
+        row_bytes = prod(stored.shape[1:]) * out.element_size()
+        if columns is None:
+            self._read(stored, data, stored.offset + first.start * row_bytes)
+            return out
+        skipped = range(stored.shape[1])[columns].start * (row_bytes // stored.shape[1])
+        part_bytes = len(data) // max(1, len(first))
+        for i, row in enumerate(first):
+            place = slice(i * part_bytes, (i + 1) * part_bytes)
+            self._read(stored, data[place], stored.offset + row * row_bytes + skipped)
+        return out
+
+    def _read(self, stored: Stored, data: memoryview, offset: int) -> None:
+        while data:
+            count = os.preadv(self._files[stored.file], [data], offset)
+            if count == 0:
+                raise WeightsError(stored.file, ["has become shorter while it was being read"])
+            data, offset = data[count:], offset + count
 
 
 def fill(reader: SliceReader, part: Part, target: Held) -> None:
@@ -135,8 +158,7 @@ def fill(reader: SliceReader, part: Part, target: Held) -> None:
         if part.encoding == "mxfp4":
             _fill_mxfp4(reader, part, place, region)
             continue
-        index = (place,) if part.columns is None else (place, part.columns)
-        values = reader.read(part.name, index)
+        values = reader.read(part.name, place, part.columns)
         if part.transposed:
             values = values.transpose(-1, -2)
         region.copy_(values.reshape(region.shape))
@@ -148,8 +170,8 @@ def _fill_mxfp4(reader: SliceReader, part: Part, experts: slice, region: Tensor)
     step = max(1, SLICE_BYTES // (part.shape[2] * 16))
     for local, expert in enumerate(range(experts.start, experts.stop)):
         for start in range(0, part.shape[1], step):
-            index = (slice(expert, expert + 1), slice(start, min(start + step, part.shape[1])))
-            values = dequantise(reader.read(blocks.name, index), reader.read(scales.name, index))
-            region[local, index[1]].copy_(values[0])
+            rows, one = slice(start, min(start + step, part.shape[1])), slice(expert, expert + 1)
+            values = dequantise(reader.read(blocks.name, one, rows), reader.read(scales.name, one, rows))
+            region[local, rows].copy_(values[0])
 
 
