@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="disagmoe",
         description="Train Mixture-of-Experts models with attention and experts on disjoint workers.",
-        epilog="\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()),
+        epilog="\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, help="see below; disagmoe COMMAND --help tells more")
@@ -140,12 +140,28 @@ def allocate(arguments: Sequence[str]) -> int:
     return run_allocation(arguments)
 
 
+def import_hf(arguments: Sequence[str]) -> int:
+    """`disagmoe import-hf`: check published weights and say how to train from them."""
+    from disagmoe.hugging_face.commands import import_hf as run_command
+
+    return run_command(arguments)
+
+
+def export_hf(arguments: Sequence[str]) -> int:
+    """`disagmoe export-hf`: a checkpoint's weights for transformers."""
+    from disagmoe.hugging_face.commands import export_hf as run_command
+
+    return run_command(arguments)
+
+
 COMMANDS = {
     "allocate": Command("decide a layout for a model and a cluster, and write the TOML", allocate),
     "check": Command("check a configuration and print its layout, without starting anything", check),
     "keys": Command("list all configuration keys", keys),
     "simulate": Command("predict a step's time, and what other systems would need", simulate),
     "checkpoint": Command("list, show, verify and convert checkpoints", checkpoint),
+    "import-hf": Command("check Hugging Face weights and say how to train from them", import_hf),
+    "export-hf": Command("write a checkpoint's weights for Hugging Face transformers", export_hf),
 }
 
 

@@ -66,7 +66,7 @@ class Engine(ABC):
         """Free groups and threads; collective."""
 
 
-def _initial_seed(config: Config) -> int | None:
+def initial_seed(config: Config) -> int | None:
     """None where the weights come from files: drawing them first would take time and memory for nothing."""
     return None if config.checkpoint.initial_load_in_hf else config.debug.seed
 
@@ -87,7 +87,7 @@ class PlainEngine(Engine):
         with torch.device("meta"):
             self.model = build_model(model_config)
         materialize(self.model, device=device, dtype=dtype)
-        init_parameters(self.model, model_config, _initial_seed(config))
+        init_parameters(self.model, model_config, initial_seed(config))
         self._loss_fn, self._monitor = loss_fn, monitor
         self.modules = [self.model]
         parameters = list(self.model.parameters())
@@ -158,7 +158,7 @@ class DisagEngine(Engine):
             device=device,
             dtype=dtype,
             loss_fn=loss_fn,
-            seed=_initial_seed(config),
+            seed=initial_seed(config),
             comm=config.comm,
             monitor=monitor,
             slice_tokens=_largest_slice(config, self._meshes.layout) * config.training.seq_len,

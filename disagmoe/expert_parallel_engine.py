@@ -11,7 +11,7 @@ from torch import Tensor
 
 from disagmoe.api import backend_of
 from disagmoe.config.schema import Config
-from disagmoe.engine import Engine, RouterHandle
+from disagmoe.engine import Engine, RouterHandle, initial_seed
 from disagmoe.models.owner import ChunkParts
 from disagmoe.models.titan_dispatcher import TitanDispatcher
 from disagmoe.parallelisms.expert_parallel.apply import apply_expert_parallel, borders_of
@@ -47,7 +47,7 @@ class EPEngine(Engine):
         )
         self.clock_offset_s = estimate_clock_offsets(rank, dist.get_world_size())
         self.pipeline = apply_expert_parallel(
-            ChunkParts(model_config, seed=config.debug.seed, device=device, dtype=dtype),
+            ChunkParts(model_config, seed=initial_seed(config), device=device, dtype=dtype),
             groups=self._groups,
             config=part,
             comm=comm,

@@ -43,12 +43,12 @@ def checkpoint(arguments: Sequence[str]) -> int:
     if (options.action == "convert") != (options.to is not None):
         parser.error("convert needs --to=FILE" if options.action == "convert" else "--to is for convert")
     try:
-        found = _look(options.folder)
+        found = look(options.folder)
         if options.action == "ls":
             return _list(found)
         if options.action == "verify":
-            return _verify([_choose(found, options.step)] if options.step is not None else found)
-        chosen = _choose(found, options.step)
+            return _verify([choose(found, options.step)] if options.step is not None else found)
+        chosen = choose(found, options.step)
         if options.action == "show":
             return _show(chosen)
         from disagmoe.checkpoint.convert import convert
@@ -62,7 +62,7 @@ def checkpoint(arguments: Sequence[str]) -> int:
         return 1
 
 
-def _look(folder: Path) -> list[Found]:
+def look(folder: Path) -> list[Found]:
     """What is at `folder`, newest first.
 
     Raises:
@@ -80,7 +80,12 @@ def _look(folder: Path) -> list[Found]:
     return beside
 
 
-def _choose(found: list[Found], step: int | None) -> Found:
+def choose(found: list[Found], step: int | None) -> Found:
+    """The newest complete checkpoint, or the one of a step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     usable = [entry for entry in found if entry.state == "complete" or len(found) == 1]
     if step is not None:
         usable = [entry for entry in found if entry.step == step and entry.state in ("complete", "damaged")]

@@ -17,7 +17,7 @@ from disagmoe.config.recipe import Recipe
 from disagmoe.hugging_face.source import carry_files, format_of
 from disagmoe.models.state_dict.load import held_by
 from disagmoe.models.state_dict.maps import ParameterMap
-from disagmoe.models.state_dict.write import TensorWriter, lay_out, plan_files
+from disagmoe.models.state_dict.write import FilePlan, TensorWriter, lay_out, plan_files
 
 SHARD_BYTES = 5_000_000_000
 BIAS = "expert_bias_E"
@@ -65,14 +65,11 @@ def export_modules(
     everyone = _gather((list(held), largest_bias(modules)))
     bias = max(found for _, found in everyone)
     target, plans = Path(folder).expanduser(), plan_files(list(maps.values()), dtype, most_bytes=shard_bytes)
-    partial = target.with_name(f".{target.name}.incomplete")
     problems: list[Problem] = []
     if bias and not drop_router_biases:
-        problems.append(_bias_problem(bias))
+        problems.append(bias_problem(bias))
     if _rank() == 0 and not problems:
-        problems = _start(recipe, flavor, target, partial, source, dtype)
-        if not problems:
-            lay_out(partial, plans)
+        problems = begin(recipe, flavor, target, plans, source=source, dtype=dtype)
     # After this everyone sees the files, or nobody goes on.
     for found in _gather(problems):
         if found:
@@ -80,7 +77,7 @@ def export_modules(
     writers = assign_writers([names for names, _ in everyone], maps)
     failure = ""
     try:
-        with TensorWriter(partial, plans, dtype) as writer:
+        with TensorWriter(partial_name(target), plans, dtype) as writer:
             for entry in held.values():
                 for experts in writers[_rank()].get(entry.name, []):
                     writer.write(maps[entry.name], entry.value, entry.experts, experts)
@@ -90,10 +87,20 @@ def export_modules(
     if failures:
         raise ConfigError([Problem(origin=str(target), key="", rule=text) for text in failures])
     if _rank() == 0:
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
+        complete(target)
     _gather(None)
+
+
+def partial_name(target: Path) -> Path:
+    """Where an export is until it is complete."""
+    return target.with_name(f".{target.name}.incomplete")
+
+
+def complete(target: Path) -> None:
+    """Give a finished export its name."""
+    if target.exists():
+        target.rmdir()
+    partial_name(target).rename(target)
 
 
 def assign_writers(
@@ -130,11 +137,14 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = i + 1
 
 
-def _start(
-    recipe: Recipe, flavor: str, target: Path, partial: Path, source: str | Path | None, dtype: str
+def begin(
+    recipe: Recipe, flavor: str, target: Path, plans: Sequence[FilePlan], *, source: str | Path | None, dtype: str
 ) -> list[Problem]:
-    """Make the folder and all in it that is no weight; returns what stands against it."""
-    form, shape = format_of(recipe), recipe.shape(flavor)
+    """Make all of an export but the weights: config.json, tokenizer files, laid-out files. In one process.
+
+    Returns: what stands against it.
+    """
+    form, shape, partial = format_of(recipe), recipe.shape(flavor), partial_name(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         rule = "must not exist, or be an empty folder: nothing is overwritten"
         return [Problem(origin=str(target), key="", rule=rule, fix="name another one, or remove it")]
@@ -152,6 +162,7 @@ def _start(
         (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if source is not None:
             carry_files(Path(source).expanduser(), partial)
+        lay_out(partial, plans)
     except ConfigError as error:
         return list(error.problems)
     except OSError as error:
@@ -164,7 +175,8 @@ def _dtype_key(base: Mapping[str, Any] | None) -> str:
     return "dtype" if base is not None and "dtype" in base else "torch_dtype"
 
 
-def _bias_problem(bias: float) -> Problem:
+def bias_problem(bias: float) -> Problem:
+    """What stands against an export of a model with router biases up to `bias`."""
     rule = (
         f"router biases up to {bias:.3g} would be lost: published models have none, and they take part in the choice "
         "of experts"

@@ -120,12 +120,15 @@ class ChunkParts:
 
     Args:
         model_config: from `make_portable`.
-        seed: of the initial weights; any set of parts starts from the unsplit model's weights.
+        seed: of the initial weights; any set of parts starts from the unsplit model's weights. None: they are undefined
+            until they are loaded.
         device: where the parts go.
         dtype: of parameters and rows.
     """
 
-    def __init__(self, model_config: Decoder.Config, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model_config: Decoder.Config, *, seed: int | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.model_config = model_config
         self.dim: int = model_config.dim
         self.row_dtype = dtype

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from disagmoe.cli import main
 from disagmoe.config.checks import build_layout
 from disagmoe.config.schema import CheckpointConfig, Config, RecipeConfig
 from disagmoe.data import build_dataset
@@ -74,7 +75,13 @@ def config_for(family: str, folder: Path, data: Path, layout: dict[str, Any]) ->
     return replace(
         config,
         recipe=RecipeConfig(name=family, flavor=str(folder)),
-        checkpoint=CheckpointConfig(initial_load_in_hf=True, initial_load_path=str(folder)),
+        checkpoint=CheckpointConfig(
+            initial_load_in_hf=True,
+            initial_load_path=str(folder),
+            enable=True,
+            interval=STEPS - 1,
+            async_mode="disabled",
+        ),
     )
 
 
@@ -117,6 +124,7 @@ def noted(value: float, where: str) -> float:
 
 
 def check(family: str, config: Config, folder: Path, worlds: Worlds, tmp_path: Path) -> None:
+    config = replace(config, dump_folder=str(tmp_path / "run"))
     exports = {1: str(tmp_path / "before"), STEPS: str(tmp_path / "after")}
     arguments = {"recipe": family, "flavor": str(folder), "source": str(folder), "exports": exports}
     case = Case(
@@ -138,6 +146,11 @@ def check(family: str, config: Config, folder: Path, worlds: Worlds, tmp_path: P
     tokens_BL = step_tokens(config, STEPS)
     assert noted(distance(ours, their_logits(reload(tmp_path / "after"), tokens_BL)), family) < TOLERANCE
     assert distance(ours, their_logits(reload(folder), tokens_BL)) > 1e-3, "training has changed nothing"
+    # The checkpoint of that moment holds the same, whatever layout saved it.
+    saved, output = str(tmp_path / "run"), str(tmp_path / "saved")
+    assert main(["export-hf", saved, output, f"--step={STEPS - 1}", "--dtype=float32"]) == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
 
 
 def name_of(value: Any) -> str:

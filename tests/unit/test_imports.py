@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "world": {*BELOW_TRAINER, "api", "engine"},
     "step_report": {*BELOW_TRAINER, "engine", "world"},
     "cost_profile": {*BELOW_TRAINER, "simulator.profile", "check"},
-    "hugging_face": {"shapes", "config", "models"},
+    "hugging_face": {"shapes", "config", "models", "checkpoint"},
     "trainer": {
         *BELOW_TRAINER, "trace", "optimizer", "engine", "expert_parallel_engine", "world", "step_report",
         "cost_profile", "hugging_face.load", "checkpoint",

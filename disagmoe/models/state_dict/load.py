@@ -162,6 +162,7 @@ def fill(reader: SliceReader, part: Part, target: Held) -> None:
         if part.transposed:
             values = values.transpose(-1, -2)
         region.copy_(values.reshape(region.shape))
+        del values  # before the next one is read
 
 
 def _fill_mxfp4(reader: SliceReader, part: Part, experts: slice, region: Tensor) -> None:
@@ -173,5 +174,6 @@ def _fill_mxfp4(reader: SliceReader, part: Part, experts: slice, region: Tensor)
             rows, one = slice(start, min(start + step, part.shape[1])), slice(expert, expert + 1)
             values = dequantise(reader.read(blocks.name, one, rows), reader.read(scales.name, one, rows))
             region[local, rows].copy_(values[0])
+            del values
 
 

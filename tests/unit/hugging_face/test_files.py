@@ -11,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from disagmoe.cli import main
 from disagmoe.config.errors import ConfigError
 from disagmoe.config.hugging_face import config_for
 from disagmoe.config.recipe import load_recipe, recipe_names
+from disagmoe.hugging_face.export import assign_writers, export_modules
 from disagmoe.hugging_face.load import load_hugging_face
 from disagmoe.hugging_face.source import find_flavor, find_recipe, format_of, open_weights
+from disagmoe.models.state_dict.files import read_header
 from tests.unit.hugging_face.models import edit_config, our_model, save_transformers
 
 Tensors = dict[str, torch.Tensor]
@@ -154,7 +157,8 @@ def test_a_flavor_goes_through_its_config_json_unchanged(name: str, tmp_path: Pa
             shape.dim, shape.vocab_size, shape.norm_eps, shape.rope
         )
         assert find_recipe(tmp_path) is recipe
-        assert find_flavor(recipe, tmp_path) == flavor
+        # Flavors may differ in what a config.json does not say, such as initial weights.
+        assert form.config_of(recipe.shape(find_flavor(recipe, tmp_path))) == form.config_of(shape), flavor
 
 
 def test_a_flavor_from_a_config_that_lacks_a_field_or_holds_nonsense(published: Path, tmp_path: Path) -> None:
@@ -185,3 +189,71 @@ def test_stacked_experts(published: Path, tmp_path: Path) -> None:
         models.append(dict(model.named_parameters()))
     for name, value in models[0].items():
         assert torch.equal(value, models[1][name]), name
+
+
+def test_import_command(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-hf", str(published)]) == 0
+    out = capsys.readouterr().out
+    assert "recipe qwen3, flavor " in out and "all accounted for" in out
+    assert f'initial_load_path = "{published}"' in out
+    folder = changed(published, tmp_path, lambda tensors: tensors.pop(GATE))
+    assert main(["import-hf", str(folder)]) == 2
+    assert f"{GATE}: is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--parallelism.mode=none"]])
+def test_a_run_from_other_weights_is_refused(
+    arguments: list[str], published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the tensors; by the config.json; by a switch without a folder, and a folder without a switch."""
+    folder = changed(published, tmp_path, lambda tensors: tensors.pop(GATE))
+    (tmp_path / "mine.toml").write_text('[recipe]\nname = "qwen3"\n')
+    command = ["check", str(tmp_path / "mine.toml"), *arguments]
+    switch, path = "--checkpoint.initial_load_in_hf=true", f"--checkpoint.initial_load_path={folder}"
+    for options, said in (
+        ([switch, path, f"--recipe.flavor={folder}"], f"{GATE}: is missing"),
+        ([switch, path], "hidden_size = 32: must be 64, as in flavor"),
+        ([switch], "checkpoint.initial_load_in_hf = true: needs checkpoint.initial_load_path"),
+        ([path], "is read only with checkpoint.initial_load_in_hf = true"),
+        ([f"--recipe.flavor={tmp_path / 'none'}"], "there is no such file"),
+    ):
+        assert main([*command, *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_an_export_overwrites_nothing_and_loses_no_bias(published: Path, tmp_path: Path) -> None:
+    model, _ = our_model("qwen3", str(published))
+    load_hugging_face([model], load_recipe("qwen3"), str(published), published)
+
+    def export(folder: Path, **options: Any) -> None:
+        export_modules([model], load_recipe("qwen3"), str(published), folder, source=published, **options)
+
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine").touch()
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        export(tmp_path / "used")
+    model.layers["1"].moe.expert_bias_E[2] = -0.25
+    with pytest.raises(ConfigError, match=r"router biases up to 0\.25 would be lost"):
+        export(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export(tmp_path / "out", drop_router_biases=True)
+    assert read_header(tmp_path / "out" / "model.safetensors")[GATE].dtype == "BF16"
+    load_hugging_face([model], load_recipe("qwen3"), str(published), published)
+    assert not model.layers["1"].moe.expert_bias_E.any()
+
+
+def test_who_writes_what() -> None:
+    """Each expert and each parameter once, by the lowest rank that holds it."""
+    recipe = load_recipe("qwen3")
+    maps = {entry.name: entry for entry in format_of(recipe).parameters(recipe.shape("debug"))}
+    dense = [(name, None) for name, entry in maps.items() if not entry.experts]
+    stacked = [name for name, entry in maps.items() if entry.experts]
+
+    def experts(*ids: int) -> list[tuple[str, range | None]]:
+        return [(name, range(*ids)) for name in stacked]
+
+    writers = assign_writers([dense, dense + experts(0, 5), experts(3, 7), experts(6, 8)], maps)
+    assert set(writers[0]) == {name for name, _ in dense}
+    assert [writers[rank][stacked[0]] for rank in (1, 2, 3)] == [[range(5)], [range(5, 7)], [range(7, 8)]]
+    with pytest.raises(AssertionError, match="held are"):
+        assign_writers([dense, experts(0, 7)], maps)
