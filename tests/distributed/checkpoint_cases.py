@@ -25,12 +25,14 @@ STEPS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
     "uneven_3x2": {"layout": (1, 1, 3, 2)},
-    "uneven_1x3": {"layout": (1, 1, 1, 3), "rank_order": "attn_first"},
+    "f_first_1x3": {
+        "layout": (1, 1, 1, 3),
+        "rank_order": ["r0.F0.1", "r0.F0.0", "r0.A0.0", "r0.F0.2"],
+        "split_backward": True,
+    },
     "deep_2x2": {"layout": (2, 2, 1, 1), "schedule": "plain"},
     "replicas": {"layout": (1, 1, 1, 2), "replicas": 2},
-    "colocated": {"layout": (1, 1, 1, 1), "colocate": True},
     "colocated_replicas": {"layout": (2, 3, 1, 1), "colocate": True, "replicas": 2},
-    "f_first": {"layout": (1, 1, 1, 1), "rank_order": ["r0.F0.0", "r0.A0.0"], "split_backward": True},
     "ep_3": {"mode": "ep", "expert_workers": 3, "overlap": "chunked", "num_chunks": 2},
     "ep_2x2": {"mode": "ep", "pipeline_depth": 2, "expert_workers": 2, "chunks_per_rank": 2, "deduplicate": True},
 }

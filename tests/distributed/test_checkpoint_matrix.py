@@ -19,7 +19,7 @@ from tests.distributed.harness.cases import Case
 from tests.distributed.harness.worlds import Worlds
 
 HERE = "tests.distributed.checkpoint_cases"
-QUICK = ("none", "uneven_3x2", "ep_2x2", "replicas", "colocated", "ep_3")
+QUICK = ("none", "uneven_3x2", "ep_2x2", "colocated_replicas")
 
 
 @dataclass(frozen=True)
