@@ -20,12 +20,14 @@ from disagmoe.parallelisms.clock import StepClock
 from disagmoe.parallelisms.expert_parallel.chunk import Block, Chunk, Tail
 from disagmoe.parallelisms.expert_parallel.exchange import Exchange
 from disagmoe.parallelisms.expert_parallel.groups import EPGroups
-from disagmoe.parallelisms.expert_parallel.moe import OverlappedExperts, RoutedOptions
+from disagmoe.parallelisms.expert_parallel.moe import OverlappedExperts
 from disagmoe.parallelisms.expert_parallel.pass_on import PassOn
+from disagmoe.parallelisms.expert_parallel.piece import RoutedOptions
 from disagmoe.parallelisms.expert_parallel.protocol import (
     BACKWARD_INPUT,
     FULL_BACKWARD,
     ChunkPartsLike,
+    Filler,
     Meter,
     RoutedExperts,
 )
@@ -40,6 +42,9 @@ from disagmoe.parallelisms.transfer.channel import Channel, ChannelContext, Chan
 from disagmoe.parallelisms.transfer.wire import BufferPool, MessageKind, WireFormat
 from disagmoe.schedules.chunk_orders import make_order, place_chunks
 
+_MOST_LEFT = 16
+"""Weight gradients (of a part of a layer, each) that wait to be computed while something is waited for: they keep
+activations alive."""
 MakeDispatcher = Callable[[list[range], int, DispatcherExchange], DispatcherLike]
 
 
@@ -125,6 +130,7 @@ def apply_expert_parallel(
         passes=list(build.passes.values()),
         channels=list(channels.values()),
         exchange=exchange,
+        filler=build.filler,
         meter=build.meter,
         clock=clock,
         monitor=monitor,
@@ -167,6 +173,9 @@ class _Builder:
         self.common: dict[str, Any] = {"dim": parts.dim, "dtype": parts.row_dtype}
         # Behind transfers, where there are some to hide: the experts' when a stage is cut, everybody's in the V.
         self.owner_put_off = parts.weight_gradients if config.overlap == "dual_pipe_v" else None
+        # On CUDA the host can't tell when a transfer is here: weight gradients follow what they would have delayed.
+        self.filler = Filler(0 if device.type == "cuda" else _MOST_LEFT)
+        exchange.before_wait = self.filler.fill
         self.expert_put_off = parts.weight_gradients if config.overlap != "none" else None
 
     def chunks(
@@ -201,6 +210,7 @@ class _Builder:
             loss_fn=self.loss_fn,
             meter=self.meter,
             put_off=self.owner_put_off,
+            filler=self.filler,
             recompute=self.config.recompute == "full",
             device=self.device,
             **self.common,
@@ -286,6 +296,7 @@ class _Builder:
             forward=None if local else channel(sender, receiver, False),
             backward=None if local else channel(receiver, sender, True),
             clock=self.meter.clock,
+            filler=self.filler,
             **self.common,
         )
 

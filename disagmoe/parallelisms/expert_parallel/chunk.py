@@ -21,6 +21,8 @@ from disagmoe.parallelisms.expert_parallel.protocol import (
     BACKWARD_WEIGHT,
     FORWARD,
     FULL_BACKWARD,
+    Filler,
+    Later,
     Meter,
     OwnerPartLike,
     RoutedExperts,
@@ -97,6 +99,7 @@ class Chunk:
         loss_fn: LossFunction,
         meter: Meter,
         put_off: Callable[[], WeightGradientsLike] | None,
+        filler: Filler,
         recompute: bool,
         dim: int,
         dtype: torch.dtype,
@@ -106,6 +109,7 @@ class Chunk:
         self.before, self.after = before, after
         self._loss_fn, self._meter, self._put_off, self._recompute = loss_fn, meter, put_off, recompute
         self._dim, self._dtype, self._device = dim, dtype, device
+        self._filler = filler
         self._kind = FULL_BACKWARD if put_off is None else BACKWARD_INPUT
         self._kept: dict[int, _Kept] = {}
         self.losses: dict[int, Tensor] = {}
@@ -238,11 +242,13 @@ class Chunk:
         if self.before is not None:
             self.before.send_gradient(microbatch, self._or_empty(microbatch, grad))
         if not put_off:
-            self.weight_gradients(microbatch)
+            self._filler.take_over(self._kept.pop(microbatch).ready)
 
     def weight_gradients(self, microbatch: int) -> None:
         """Compute what the backward of a micro-batch has put off."""
-        _drain(self._kept.pop(microbatch).ready)
+        ready = self._kept.pop(microbatch).ready
+        while ready:
+            ready.pop(0)()
 
     def _weight_gradient(self, stage: int, microbatch: int, owed: WeightGradientsLike) -> None:
         with self._meter.time(BACKWARD_WEIGHT, stage, microbatch, "weights"):
@@ -270,10 +276,13 @@ class Chunk:
         def meanwhile() -> None:
             self._shared_backward(block, layer, microbatch, grad_BLD)
             if not put_off:
-                _drain(kept.ready)
+                self._filler.take_over(kept.ready)
 
+        later: Later | None = None
+        if self._put_off is not None:
+            later = kept.ready if put_off else self._filler
         grad_n, grad_weights = yield from block.routed.backward(
-            microbatch, grad_BLD.flatten(0, 1), meanwhile, kept.ready if put_off else None
+            microbatch, grad_BLD.flatten(0, 1), meanwhile, later
         )
         if layer.x_BLD is None:
             return None
@@ -298,8 +307,3 @@ class Chunk:
             return grad_BLD
         shape = self.inputs[microbatch].tokens_BL.shape
         return torch.zeros(*shape, self._dim, dtype=self._dtype, device=self._device)
-
-
-def _drain(ready: list[Callable[[], None]]) -> None:
-    while ready:
-        ready.pop(0)()

@@ -92,6 +92,8 @@ class Exchange:
         self._send_error: tuple[int, BaseException] | None = None
         self._waiting_for: int | None = None
         self._last_here_s = 0.0
+        self.before_wait: Callable[[Callable[[], bool]], None] = lambda is_over: None
+        """Given what tells whether a wait is over, before it begins: a chance to do something useful."""
         self.sent_bytes = 0
         """Payload and count bytes handed to the network so far."""
 
@@ -230,6 +232,7 @@ class Exchange:
         Raises:
             WorkerFailure: A worker has failed, or this wait took longer than the configured timeout.
         """
+        self.before_wait(ticket.done.is_set)
         ticket.wait_from_s = time.monotonic()
         self._poll(ticket, ticket.done)
         self._raise_if_failed(ticket)

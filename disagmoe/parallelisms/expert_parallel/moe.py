@@ -8,7 +8,6 @@ experts' work on another, in both passes. Suffixes as in `rows`.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -17,17 +16,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from disagmoe.layout import split_evenly
-from disagmoe.parallelisms.expert_parallel.exchange import Exchange, Ticket
+from disagmoe.parallelisms.expert_parallel.exchange import Exchange
+from disagmoe.parallelisms.expert_parallel.piece import Piece, RoutedOptions
 from disagmoe.parallelisms.expert_parallel.protocol import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
     FULL_BACKWARD,
+    Later,
     Meter,
     Wait,
 )
 from disagmoe.parallelisms.expert_parallel.rows import (
-    ReceivePlan,
     SendPlan,
     Shares,
     plan_receive,
@@ -36,48 +36,6 @@ from disagmoe.parallelisms.expert_parallel.rows import (
 )
 from disagmoe.parallelisms.stage import WeightGradientsLike
 from disagmoe.parallelisms.transfer.wire import BufferPool
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutedOptions:
-    deduplicate: bool
-    num_pieces: int
-    """Parts that a stage's tokens are cut into."""
-    put_off: Callable[[], WeightGradientsLike] | None
-    """Where weight gradients go that are computed behind transfers; None: they are part of the backward."""
-    recompute: bool
-    owner_kind: str
-    """The kind of action that the owner's backward is measured as."""
-
-
-@dataclass(kw_only=True)
-class _Piece:
-    """Some tokens of one micro-batch, between their forward and the end of their backward."""
-
-    tokens: slice
-    send: SendPlan
-    n_TD: Tensor
-    weights_Q: Tensor
-    """float32, of the own tokens' pairs, in the order of experts."""
-    dispatch: Ticket = field(init=False)
-    receive: ReceivePlan = field(init=False)
-    arrived: tuple[Tensor, Tensor] = field(init=False)
-    """Receive buffer, raw and as [S, D]."""
-    slot_Q: Tensor = field(init=False)
-    """Slot in a receive buffer of each received pair, sorted by expert."""
-    row_Q: Tensor = field(init=False)
-    """The same counting rows only."""
-    pair_weights_Q: Tensor | None = None
-    x_QD: Tensor = field(init=False)
-    y_QD: Tensor = field(init=False)
-    owed: WeightGradientsLike | None = None
-    combine: Ticket = field(init=False)
-    returned: tuple[Tensor, Tensor] = field(init=False)
-    """Rows that came back, raw and as [R, D]."""
-    token_R: Tensor = field(init=False)
-    gradient: Ticket = field(init=False)
-    grad_weights_Q: Tensor | None = None
-    own_grad_weights_Q: Tensor | None = None
 
 
 class OverlappedExperts:
@@ -107,7 +65,7 @@ class OverlappedExperts:
         self._dim, self._dtype, self._device = dim, dtype, device
         self._row_bytes = dim * dtype.itemsize
         self._own = exchange.group.own
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._pieces: dict[int, list[Piece]] = {}
         self._shape: dict[int, tuple[int, int]] = {}
         self.num_rows = 0
 
@@ -122,7 +80,7 @@ class OverlappedExperts:
     ) -> Generator[Wait, None, Tensor]:
         cuts = split_evenly(n_TD.shape[0], self._options.num_pieces)
         self._shape[microbatch] = (weights_TK.shape[0], weights_TK.shape[1])
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         for cut in cuts:
             tokens = slice(cut.start, cut.stop)
             pieces.append(self._dispatch(microbatch, tokens, n_TD[tokens], weights_TK[tokens], expert_ids_TK[tokens]))
@@ -140,7 +98,7 @@ class OverlappedExperts:
 
     def _dispatch(
         self, microbatch: int, tokens: slice, n_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor
-    ) -> _Piece:
+    ) -> Piece:
         with self._meter.time(FORWARD, self._stage - 1, microbatch, f"pack layer {self._layer}"):
             plan = plan_send(
                 expert_ids_TK,
@@ -151,7 +109,7 @@ class OverlappedExperts:
             )
             self.num_rows += sum(plan.rows)
             weights_Q = weights_TK.flatten().index_select(0, plan.slot_of_pair_Q)
-            piece = _Piece(tokens=tokens, send=plan, n_TD=n_TD, weights_Q=weights_Q)
+            piece = Piece(tokens=tokens, send=plan, n_TD=n_TD, weights_Q=weights_Q)
             raw, buffer_SD = self._buffer(sum(plan.slots))
             own = self._own_part(plan.slots)
             for part in (slice(0, own.start), slice(own.stop, None)):
@@ -170,14 +128,15 @@ class OverlappedExperts:
             piece.arrived = self._buffer(piece.receive.num_slots)
             return list(piece.arrived[1].split(piece.receive.slots))
 
-        piece.dispatch = self._exchange.start_sized(
-            f"dispatch of layer {self._layer}, micro-batch {microbatch}",
-            (self._stage - 1, False),
-            buffer_SD.split(plan.slots),
-            plan.counts,
-            make_room,
-            release=lambda: self._pool.give(raw),
-        )
+        with self._meter.time(FORWARD, self._stage - 1, microbatch, f"send layer {self._layer}"):
+            piece.dispatch = self._exchange.start_sized(
+                f"dispatch of layer {self._layer}, micro-batch {microbatch}",
+                (self._stage - 1, False),
+                buffer_SD.split(plan.slots),
+                plan.counts,
+                make_room,
+                release=lambda: self._pool.give(raw),
+            )
         return piece
 
     def _write_metadata(self, plan: SendPlan, pair_row_Q: Tensor, weights_Q: Tensor, buffer_SD: Tensor) -> None:
@@ -189,7 +148,7 @@ class OverlappedExperts:
                 room[: 4 * num_pairs].view(torch.int32).copy_(rows[worker])
                 room[4 * num_pairs : 8 * num_pairs].view(torch.float32).copy_(weights[worker])
 
-    def _compute(self, microbatch: int, piece: _Piece) -> None:
+    def _compute(self, microbatch: int, piece: Piece) -> None:
         """The experts' work on what has arrived, and the start of its way back."""
         plan, received = piece.send, piece.receive
         with self._meter.time(FORWARD, self._stage, microbatch, f"experts {self._layer}"):
@@ -213,15 +172,15 @@ class OverlappedExperts:
             back = piece.returned[1].split(plan.rows)
             send = out_RD.split(received.rows)
             back[self._own].copy_(send[self._own])
-        piece.combine = self._exchange.start(
-            f"combine of layer {self._layer}, micro-batch {microbatch}",
-            (self._stage, False),
-            send,
-            back,
-            release=lambda: self._pool.give(out_raw),
-        )
+            piece.combine = self._exchange.start(
+                f"combine of layer {self._layer}, micro-batch {microbatch}",
+                (self._stage, False),
+                send,
+                back,
+                release=lambda: self._pool.give(out_raw),
+            )
 
-    def _run_experts(self, piece: _Piece, x_QD: Tensor, counts_e: Tensor) -> Tensor:
+    def _run_experts(self, piece: Piece, x_QD: Tensor, counts_e: Tensor) -> Tensor:
         compute: Callable[[Tensor, Tensor], Tensor] = self._part
         if self._options.put_off is not None:
             owed = piece.owed = self._options.put_off()
@@ -234,7 +193,7 @@ class OverlappedExperts:
             return cast(Tensor, checkpoint(compute, x_QD, counts_e, use_reentrant=False, preserve_rng_state=False))
         return compute(x_QD, counts_e)
 
-    def _read_metadata(self, piece: _Piece, buffer_SD: Tensor) -> None:
+    def _read_metadata(self, piece: Piece, buffer_SD: Tensor) -> None:
         """Where each received pair's row is, and its weight."""
         received, plan = piece.receive, piece.send
         order_Q = received.order_Q.to(self._device)
@@ -260,7 +219,7 @@ class OverlappedExperts:
             setattr(piece, name, (row_Q + begin_Q).index_select(0, order_Q))
         piece.pair_weights_Q = torch.cat(weights).index_select(0, order_Q)
 
-    def _add_returned(self, piece: _Piece, out_TD: Tensor) -> None:
+    def _add_returned(self, piece: Piece, out_TD: Tensor) -> None:
         raw, returned_RD = piece.returned
         if piece.pair_weights_Q is None:
             # Kept: the weights' gradients need them.
@@ -276,7 +235,7 @@ class OverlappedExperts:
         microbatch: int,
         grad_TD: Tensor,
         meanwhile: Callable[[], None],
-        later: list[Callable[[], None]] | None,
+        later: Later | None,
     ) -> Generator[Wait, None, tuple[Tensor, Tensor]]:
         pieces = self._pieces.pop(microbatch)
         num_tokens, top_k = self._shape.pop(microbatch)
@@ -299,7 +258,7 @@ class OverlappedExperts:
                 self._add_gradient(piece, grad_n_TD[piece.tokens], grad_weights_TK[piece.tokens])
         return grad_n_TD, grad_weights_TK
 
-    def _return_gradient(self, microbatch: int, piece: _Piece, grad_TD: Tensor) -> None:
+    def _return_gradient(self, microbatch: int, piece: Piece, grad_TD: Tensor) -> None:
         """Start the gradients of the rows that came back on their way to the experts."""
         plan, received = piece.send, piece.receive
         kind = self._options.owner_kind
@@ -314,20 +273,20 @@ class OverlappedExperts:
             piece.arrived = self._buffer(sum(received.rows))
             send, receive = send_RD.split(plan.rows), piece.arrived[1].split(received.rows)
             receive[self._own].copy_(send[self._own])
-        piece.gradient = self._exchange.start(
-            f"combine gradient of layer {self._layer}, micro-batch {microbatch}",
-            (self._stage, True),
-            send,
-            receive,
-            release=lambda: self._pool.give(raw),
-        )
+            piece.gradient = self._exchange.start(
+                f"combine gradient of layer {self._layer}, micro-batch {microbatch}",
+                (self._stage, True),
+                send,
+                receive,
+                release=lambda: self._pool.give(raw),
+            )
         if grad_RD is not None:
             with self._meter.time(kind, self._stage + 1, microbatch, f"weights' gradients {self._layer}"):
                 returned_raw, returned_RD = piece.returned
                 piece.grad_weights_Q = (grad_RD.float() * returned_RD.float()).sum(-1)
                 self._pool.give(returned_raw)
 
-    def _experts_backward(self, microbatch: int, piece: _Piece) -> None:
+    def _experts_backward(self, microbatch: int, piece: Piece) -> None:
         """Back through the experts, and the start of their rows' gradients on the way to the owners."""
         plan, received = piece.send, piece.receive
         kind = FULL_BACKWARD if piece.owed is None else BACKWARD_INPUT
@@ -352,19 +311,19 @@ class OverlappedExperts:
             send = self._gradient_parts(out_SD, received.slots, received.rows, received.pairs)
             back = self._gradient_parts(piece.arrived[1], plan.slots, plan.rows, plan.pairs)
             back[self._own].copy_(send[self._own])
-        piece.gradient = self._exchange.start(
-            f"dispatch gradient of layer {self._layer}, micro-batch {microbatch}",
-            (self._stage - 1, True),
-            send,
-            back,
-            release=lambda: self._pool.give(out_raw),
-        )
+            piece.gradient = self._exchange.start(
+                f"dispatch gradient of layer {self._layer}, micro-batch {microbatch}",
+                (self._stage - 1, True),
+                send,
+                back,
+                release=lambda: self._pool.give(out_raw),
+            )
 
     def _weight_gradient(self, microbatch: int, owed: WeightGradientsLike) -> None:
         with self._meter.time(BACKWARD_WEIGHT, self._stage, microbatch, f"experts' weights {self._layer}"):
             owed.run()
 
-    def _write_pair_gradients(self, piece: _Piece, grad_pairs_Q: Tensor, out_SD: Tensor) -> None:
+    def _write_pair_gradients(self, piece: Piece, grad_pairs_Q: Tensor, out_SD: Tensor) -> None:
         received = piece.receive
         arrival_Q = torch.empty_like(grad_pairs_Q)
         arrival_Q[received.order_Q.to(self._device)] = grad_pairs_Q
@@ -389,7 +348,7 @@ class OverlappedExperts:
             parts.append(buffer_SD[start : start + size])
         return parts
 
-    def _add_gradient(self, piece: _Piece, grad_n_TD: Tensor, grad_weights_TK: Tensor) -> None:
+    def _add_gradient(self, piece: Piece, grad_n_TD: Tensor, grad_weights_TK: Tensor) -> None:
         plan = piece.send
         raw, arrived_SD = piece.arrived
         if piece.grad_weights_Q is None:
@@ -403,7 +362,7 @@ class OverlappedExperts:
         self._pool.give(raw)
         grad_weights_TK.view(-1)[plan.slot_of_pair_Q] = piece.grad_weights_Q
 
-    def _read_pair_gradients(self, piece: _Piece, arrived_SD: Tensor) -> Tensor:
+    def _read_pair_gradients(self, piece: Piece, arrived_SD: Tensor) -> Tensor:
         plan = piece.send
         parts = []
         for worker, start in enumerate(starts_of(plan.slots)):

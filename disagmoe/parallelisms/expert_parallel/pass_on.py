@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from disagmoe.parallelisms.clock import StepClock
-from disagmoe.parallelisms.expert_parallel.protocol import Wait
+from disagmoe.parallelisms.expert_parallel.protocol import Filler, Wait
 from disagmoe.parallelisms.stage import MicrobatchInput
 from disagmoe.parallelisms.transfer.channel import Arrival, Channel
 from disagmoe.parallelisms.transfer.wire import Counts
@@ -36,10 +36,12 @@ class PassOn:
         dim: int,
         dtype: torch.dtype,
         clock: StepClock,
+        filler: Filler,
     ) -> None:
         self.index, self.stage = index, stage
         self._forward, self._backward = forward, backward
         self._num_chunks, self._dim, self._dtype, self._clock = num_chunks, dim, dtype, clock
+        self._filler = filler
         self._here: dict[tuple[bool, int], Tensor] = {}
         self.inputs: Sequence[MicrobatchInput] = ()
 
@@ -99,6 +101,7 @@ class PassOn:
         return rows.view(*shape, self._dim)
 
     def _take(self, channel: Channel, microbatch: int, backward: bool) -> Arrival:
+        self._filler.fill(lambda: channel.is_here(self._key(microbatch, backward)))
         arrival = channel.take(self._key(microbatch, backward))
         self._clock.waited(
             f"{channel.name} mb {microbatch}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -54,6 +55,12 @@ class ChunkPartsLike(Protocol):
     def weight_gradients(self) -> WeightGradientsLike: ...
 
 
+class Later(Protocol):
+    """Where work goes that can be put off: a list, or a `Filler`."""
+
+    def append(self, work: Callable[[], None], /) -> None: ...
+
+
 class RoutedExperts(Protocol):
     """The routed experts of one layer on one worker, transfers included. Both passes work in parts."""
 
@@ -74,7 +81,7 @@ class RoutedExperts(Protocol):
         microbatch: int,
         grad_TD: Tensor,
         meanwhile: Callable[[], None],
-        later: list[Callable[[], None]] | None,
+        later: Later | None,
     ) -> Generator[Wait, None, tuple[Tensor, Tensor]]:
         """Gradients of n [T, D] and of the weights [T, K].
 
@@ -110,6 +117,40 @@ class Meter:
             for (kind, stage, _), seconds in self._seconds.items():
                 samples.compute_s[kind, stage].append(seconds)
         self._seconds.clear()
+
+
+class Filler:
+    """Weight gradients that nobody waits for, to be computed while something else is waited for.
+
+    They need no transfer, so a worker may compute them whenever it likes, whatever the others do.
+
+    Args:
+        most: how many may be left; more are computed as they come. 0: all at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._left: deque[Callable[[], None]] = deque()
+
+    def append(self, work: Callable[[], None], /) -> None:
+        self._left.append(work)
+        while len(self._left) > self._most:
+            self._left.popleft()()
+
+    def take_over(self, works: list[Callable[[], None]]) -> None:
+        """`append` all and leave none."""
+        while works:
+            self.append(works.pop(0))
+
+    def fill(self, is_over: Callable[[], bool]) -> None:
+        """Compute, one after the other, until a wait is over or nothing is left."""
+        while self._left and not is_over():
+            self._left.popleft()()
+
+    def drain(self) -> None:
+        """Compute what is left."""
+        while self._left:
+            self._left.popleft()()
 
 
 def run_alone(work: Iterator[Wait]) -> None:

@@ -11,7 +11,7 @@ from disagmoe.parallelisms.clock import StepClock
 from disagmoe.parallelisms.expert_parallel.chunk import Chunk
 from disagmoe.parallelisms.expert_parallel.exchange import Exchange
 from disagmoe.parallelisms.expert_parallel.pass_on import PassOn
-from disagmoe.parallelisms.expert_parallel.protocol import Meter, run_alone, run_interleaved
+from disagmoe.parallelisms.expert_parallel.protocol import Filler, Meter, run_alone, run_interleaved
 from disagmoe.parallelisms.failures import Monitor
 from disagmoe.parallelisms.stage import MicrobatchInput
 from disagmoe.parallelisms.transfer.channel import Channel
@@ -38,6 +38,7 @@ class EPRuntime:
         passes: Sequence[PassOn],
         channels: Sequence[Channel],
         exchange: Exchange,
+        filler: Filler,
         meter: Meter,
         clock: StepClock,
         monitor: Monitor,
@@ -47,6 +48,7 @@ class EPRuntime:
         # The backward goes first: its first transfer then runs behind the forward's first work.
         self._order = [tuple(sorted(works, key=lambda work: work.kind == "F")) for works in order]
         self._chunks, self._passes, self._channels, self._exchange = chunks, passes, channels, exchange
+        self._filler = filler
         self._meter, self._clock, self._monitor = meter, clock, monitor
         self._num_microbatches, self._on_cuda = num_microbatches, on_cuda
         self.before_work: Callable[[ChunkWork], None] | None = None
@@ -82,6 +84,7 @@ class EPRuntime:
             if self._on_cuda:
                 for channel in self._channels:
                     channel.progress()
+        self._filler.drain()
         with self._monitor.collective(f"step {step}, telling when rows were sent"):
             self._exchange.settle()
         self._meter.flush()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from disagmoe.parallelisms.expert_parallel.exchange import Exchange
-from disagmoe.parallelisms.expert_parallel.protocol import FORWARD, FULL_BACKWARD, Meter, Wait
+from disagmoe.parallelisms.expert_parallel.protocol import FORWARD, FULL_BACKWARD, Later, Meter, Wait
 
 _NOT_A_HOP = -1
 
@@ -131,7 +131,7 @@ class StockExperts:
         microbatch: int,
         grad_TD: Tensor,
         meanwhile: Callable[[], None],
-        later: list[Callable[[], None]] | None,
+        later: Later | None,
     ) -> Generator[Wait, None, tuple[Tensor, Tensor]]:
         del later  # autograd computes everything at once
         meanwhile()

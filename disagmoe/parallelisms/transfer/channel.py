@@ -178,6 +178,10 @@ class Channel:
         ]
         self._thread("counts").submit(lambda: self._await_counts(pending, works, messages))
 
+    def is_here(self, key: tuple[int, int]) -> bool:
+        """Whether `take` of a posted transfer would not have to wait (CUDA: on the host)."""
+        return self._is_local or self._pending[key].done.is_set()
+
     def take(self, key: tuple[int, int]) -> Arrival:
         """Wait for a posted transfer and hand it over; the buffers go back with `release`.
 
