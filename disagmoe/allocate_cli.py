@@ -51,6 +51,11 @@ def allocate(arguments: Sequence[str]) -> int:
     if options.out is not None:
         write_toml(options.out, resolved, answer)
         print(f"\nwritten: {options.out}")
+    if options.plot is not None:
+        from disagmoe.allocator.plot import draw
+
+        draw(answer, options.plot)
+        print(f"drawn: {options.plot}")
     if options.measure is not None:
         return _measure(options, resolved, answer)
     return 0
@@ -96,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--measure-steps", type=int, default=8, metavar="N", help="steps of a run (default: 8)")
     parser.add_argument("--measure-timeout-s", type=float, default=900.0, help="longest run (default: 900)")
     parser.add_argument("--top", type=int, default=8, metavar="N", help="rows of the table (default: 8)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="roofline of both pools, step over A:F splits")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the TOML to write")
     return parser
 

@@ -1,7 +1,7 @@
 """`disagmoe check`: what a configuration means, without starting it. Imports no torch.
 
-Memory is an estimate from shapes: parameters, gradients and optimizer states exactly; activations by counting the
-tensors that a plain implementation keeps for its backward, with experts loaded equally. Attention scores, workspaces,
+Memory is an estimate from shapes: parameters, gradients and optimizer states exactly; activations as in `memory`, with
+experts loaded equally and fused attention. Workspaces,
 communication buffers and fragmentation are left out.
 """
 
@@ -18,6 +18,7 @@ from disagmoe.config.errors import ConfigError
 from disagmoe.config.load import ResolvedConfig
 from disagmoe.config.schema import Config
 from disagmoe.layout import Layout, Role, Stage, Worker, build_stages, split_evenly
+from disagmoe.memory import Execution, Rows, attention_kept_bytes, expert_kept_bytes, head_passing_bytes
 from disagmoe.schedules import Action, Kind, Schedule, make_schedule, peak_microbatches
 from disagmoe.schedules.dependencies import Message, input_of
 from disagmoe.shapes import ModelShape
@@ -198,39 +199,34 @@ def peak_activation_bytes(plan: Plan, worker: Worker, *, load: float = 1.0) -> i
 
 
 def activation_bytes(plan: Plan, stage: Stage, index: int, *, load: float = 1.0) -> int:
-    """Bytes that one micro-batch keeps on worker `index` between forward and backward of `stage`."""
+    """Bytes that one micro-batch keeps on worker `index` between forward and backward of `stage`, with its logits."""
     config, shape = plan.config, plan.shape
-    width = BYTES[config.training.dtype]
+    how = Execution(
+        width=BYTES[config.training.dtype],
+        recompute_attention=config.disagmoe.recompute == "full",
+        recompute_experts=config.disagmoe.recompute != "none",
+    )
     if stage.role is Role.FFN:
-        return _expert_activations(plan, stage, index, load) * width
-    tokens = _samples(plan, index) * config.training.seq_len
-    layers = [shape.layers[i] for i in (*stage.dense_layers, *([] if stage.moe_layer is None else [stage.moe_layer]))]
-    elements = 0
-    for layer in layers:
-        if config.disagmoe.recompute == "full":
-            elements += shape.dim
-            continue
-        # Inputs of both norms and their outputs, then q, k, v, the heads' output and what follows the attention.
-        elements += 4 * shape.dim + layer.attention.qkv_dim + layer.attention.out_dim
-        elements += layer.moe.num_experts if layer.is_moe else 3 * getattr(layer.ffn, "hidden_dim", 0)
-    head = 2 * 4 * shape.vocab_size if stage.has_head else 0  # logits and their gradient, in float32
-    return tokens * (elements * width + head)
+        assert stage.moe_layer is not None
+        return round(expert_kept_bytes(shape, shape.layers[stage.moe_layer].moe, _rows(plan, stage, index, load), how))
+    samples, length = _samples(plan, index), config.training.seq_len
+    held = (*stage.dense_layers, *([] if stage.moe_layer is None else [stage.moe_layer]))
+    size = sum(attention_kept_bytes(shape, shape.layers[i], samples, length, how) for i in held)
+    return round(size + (head_passing_bytes(shape, samples * length, how) if stage.has_head and samples else 0))
 
 
-def _expert_activations(plan: Plan, stage: Stage, index: int, load: float) -> int:
-    """Elements kept by an F-worker: received rows [R, D]; unless recomputed, their norm and each expert's middle."""
+def _rows(plan: Plan, stage: Stage, index: int, load: float) -> Rows:
+    """What F-worker `index` receives of one micro-batch; primary rows are dealt out equally."""
     assert stage.moe_layer is not None
-    config, dim, workers = plan.config, plan.shape.dim, plan.layout.ffn_workers
-    moe = plan.shape.layers[stage.moe_layer].moe
-    tokens = _microbatch_samples(config) * config.training.seq_len
+    workers, moe = plan.layout.ffn_workers, plan.shape.layers[stage.moe_layer].moe
+    tokens = _microbatch_samples(plan.config) * plan.config.training.seq_len
     share = len(experts_of(plan, stage.moe_layer, index)) / moe.num_experts
-    # A token is here when at least one of its K experts is; primary rows are dealt out equally.
-    rows = tokens * min(1.0, load * max(1 - (1 - share) ** moe.top_k, 1 / workers))
-    if config.disagmoe.recompute != "none":
-        return round(rows * dim)
-    pairs = tokens * moe.top_k * min(1.0, load * share)
-    shared = tokens / workers * 3 * moe.shared_dim
-    return round(2 * rows * dim + pairs * (2 * dim + 3 * moe.expert_dim) + shared)
+    # A token is here when at least one of its K experts is.
+    return Rows(
+        rows=tokens * min(1.0, load * max(1 - (1 - share) ** moe.top_k, 1 / workers)),
+        pairs=tokens * moe.top_k * min(1.0, load * share),
+        primary=tokens / workers,
+    )
 
 
 def _schedule_lines(schedule: Schedule, layout: Layout) -> list[str]:

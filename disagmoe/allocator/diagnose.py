@@ -83,8 +83,9 @@ def _missing(tables: Tables, c: Candidate) -> tuple[float, float]:
     """Bytes that A- and F-workers lack; negative where they have some left."""
     layers, ffn = tables.ffn_layers(c.ffn_depth), tables.ffn_workers[c.ffn_workers]
     attn = max(fixed + kept for fixed, kept in tables.attn_depths[c.attn_depth].memory)
-    kept = c.attn_workers * tables.samples * ffn.kept_bytes
-    return attn - tables.capacity[0], layers * (ffn.state_bytes + kept) - tables.capacity[1]
+    samples = c.attn_workers * tables.samples
+    once = layers * (ffn.state_bytes + samples * ffn.kept_bytes) + samples * ffn.passing_bytes
+    return attn - tables.capacity[0], once - tables.capacity[1]
 
 
 def _short_role(tables: Tables, candidate: Candidate) -> tuple[str, str]:

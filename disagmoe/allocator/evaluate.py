@@ -239,8 +239,8 @@ def _simulate(placed: Placed, schedule: Schedule, name: str, split: bool, in_fli
         in_flight=in_flight,
         result=simulate(schedule, placed.costs, options=Options(record_links=False)),
         memory_bytes=tuple(
-            memory.fixed_bytes + peak + placed.question.reserve_bytes
-            for memory, peak in zip(placed.memories, peaks(placed, schedule), strict=True)
+            memory.peak_bytes(order) + placed.question.reserve_bytes
+            for memory, order in zip(placed.memories, schedule.compute, strict=True)
         ),
     )
 

@@ -200,7 +200,11 @@ class _Model:
         fixed = self._product([self.ffn_layers, state], free)
         used = self._product([self.ffn_layers, self.attn_workers, kept], SHARE * free)
         alive = self._product([used, self.room], SHARE * SHARE * free)
-        model.add(alive + SHARE * SHARE * fixed <= SHARE * SHARE * free)
+        passing = self._lookup(
+            self.ffn_workers, workers, lambda n: tables.ffn_workers[n].passing_bytes * tables.samples / MIB * SHARE
+        )
+        once = self._product([self.attn_workers, passing], SHARE * free)
+        model.add(alive + SHARE * once + SHARE * SHARE * fixed <= SHARE * SHARE * free)
 
     def _ticks(self, seconds: float) -> int:
         return int(seconds / self.tick_s)

@@ -5,8 +5,8 @@ split of GPUs and NICs; C: forward FLOPs of a layer, V: bytes between the pools.
 (C_a + C_f) / (T W P). One depth p for both roles, forward only, groups of any size taken as ideal.
 
 What it leaves open is decided in its favour: V with the rows that really travel (once a worker), efficiencies as in
-our model, recomputation as little as fits; depth and replicas, of which the formula sees only the product, as the
-shallowest that fits into memory, with as few replicas.
+our model, recomputation as little as fits. Of depth and replicas the formula sees only the product: of equals, up to
+MOST_TRIED are simulated, shallow ones first, and the fastest counts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from disagmoe.allocator.evaluate import SCHEDULES, Outcome, make_placed, simulat
 from disagmoe.allocator.question import RECOMPUTE, Candidate, Question
 from disagmoe.allocator.tables import Tables
 
-EQUAL = 1e-9
-MOST_TRIED = 20
+MOST_TRIED = 5
 
 
 class PaperChoice(NamedTuple):
-    """A candidate by the formula; ordered as its two phases order, then by recomputation, replicas and depth."""
+    """A candidate by the formula; ordered as its two phases order, then by recomputation, depth and replicas."""
 
     period_s: float
     """max(T_a, T_f) a layer and sample, over all GPUs."""
     minus_mfu: float
     recompute: int
-    replicas: int
     depth: int
+    replicas: int
     candidate: Candidate
     nics: tuple[int, int]
 
@@ -76,8 +75,8 @@ def _of_width(tables: Tables, replicas: int, attn_workers: int) -> Iterator[Pape
                     round(period, 12),
                     -round(mfu * used, 9),
                     RECOMPUTE.index(tables.recompute),
-                    replicas,
                     depth,
+                    replicas,
                     c,
                     nics,
                 )
@@ -96,14 +95,19 @@ def _share(nics: tuple[int, int], attn: int, ffn: int) -> tuple[float, float]:
 
 
 def allocate_paper(question: Question) -> Outcome | None:
-    """The formula's first choice that a schedule fits, simulated; None where there is none."""
+    """The fastest of the formula's equal first choices, simulated; None where there is none."""
     schedules = [name for name in SCHEDULES if question.pins.allow("schedule", name)]
-    for choice in sorted(paper_choices(question))[:MOST_TRIED]:
+    best: Outcome | None = None
+    first: PaperChoice | None = None
+    tried = 0
+    for choice in sorted(paper_choices(question)):
+        if first is not None and (choice[:3] != first[:3] or tried >= MOST_TRIED):
+            break
         pooled = any(choice.nics)
         order = question.pins.rank_order or ("mixed" if pooled else "paired")
-        outcome = simulate_placed(
-            make_placed(question, choice.candidate, order, choice.nics if pooled else (0, 0)), schedules
-        )
+        placed = make_placed(question, choice.candidate, order, choice.nics if pooled else (0, 0))
+        outcome = simulate_placed(placed, schedules)
         if outcome is not None:
-            return outcome
-    return None
+            first, tried = first or choice, tried + 1
+            best = outcome if best is None or outcome.step_s < best.step_s else best
+    return best

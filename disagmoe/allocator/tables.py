@@ -20,7 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from disagmoe.allocator.memory import ffn_kept_bytes, head_extra_bytes, stage_kept_bytes
+from disagmoe.allocator.memory import (
+    ffn_buffer_bytes,
+    ffn_kept_bytes,
+    ffn_passing_bytes,
+    stage_kept_bytes,
+    stage_passing_bytes,
+)
 from disagmoe.allocator.question import MAX_WORKERS, Candidate, Question, Site
 from disagmoe.layout import Layout, Role, build_stages, split_evenly
 from disagmoe.simulator.roofline import BYTES, AFRoofline, Compute, Recompute, Seconds
@@ -55,6 +61,8 @@ class FfnWorkers:
     """Of a layer."""
     kept_bytes: float
     """Of a layer and a sample in flight."""
+    passing_bytes: float
+    """Of a sample of every A-worker, once: what passes, and buffers."""
 
 
 class Tables:
@@ -73,8 +81,8 @@ class Tables:
     # -- the model on the A side -----------------------------------------------------------------------------------
 
     @cached_property
-    def attn_stages(self) -> list[tuple[Seconds, float, float]]:
-        """By A-stage: compute of u samples, parameters, bytes kept a micro-batch."""
+    def attn_stages(self) -> list[tuple[Seconds, float, float, float]]:
+        """By A-stage: compute of u samples, parameters, bytes kept a micro-batch, bytes on top while it computes."""
         layout = Layout(attn_depth=1, ffn_depth=1, attn_workers=1, ffn_workers=1)
         job, stages = self.job, build_stages(layout, self.job.model.is_moe_layer)
         roofline = AFRoofline(job=job, layout=layout, microbatch_samples=self.samples)
@@ -85,7 +93,8 @@ class Tables:
                 costs.forward_s[stage.index], costs.backward_input_s[stage.index], costs.backward_weight_s[stage.index]
             )
             kept = stage_kept_bytes(job, stage, self.samples)
-            found.append((seconds, float(roofline.attention_params(stage)), kept))
+            passing = stage_passing_bytes(job, stage, self.samples)
+            found.append((seconds, float(roofline.attention_params(stage)), kept, passing))
         return found
 
     @cached_property
@@ -97,14 +106,14 @@ class Tables:
     def _attn_depth(self, depth: int) -> AttnDepth:
         work = [0.0] * depth
         memory = [[0.0, 0.0] for _ in range(depth)]
-        last = len(self.attn_stages) - 1
-        for ordinal, (seconds, params, kept) in enumerate(self.attn_stages):
+        most_passing = [0.0] * depth
+        for ordinal, (seconds, params, kept, passing) in enumerate(self.attn_stages):
             group = ordinal % depth
             work[group] += sum(seconds)
             memory[group][0] += params * self.bytes_a_param
             memory[group][1] += kept
-        memory[last % depth][0] += head_extra_bytes(self.job, self.samples)
-        held = sorted({(fixed, kept) for fixed, kept in memory})
+            most_passing[group] = max(most_passing[group], passing)
+        held = sorted({(fixed + on_top, kept) for (fixed, kept), on_top in zip(memory, most_passing, strict=True)})
         front = [m for m in held if not any(o != m and o[0] >= m[0] and o[1] >= m[1] for o in held)]
         return AttnDepth(
             work_s=max(work), layers=-(-self.question.num_moe // min(depth, self.question.num_moe)), memory=tuple(front)
@@ -119,18 +128,18 @@ class Tables:
     @cached_property
     def attn_layer_s(self) -> float:
         """Forward and backward of the cheapest MoE layer's attention."""
-        return min(sum(seconds) for seconds, _, _ in self.attn_stages[:-1])
+        return min(sum(seconds) for seconds, *_ in self.attn_stages[:-1])
 
     @cached_property
     def chain_attn_s(self) -> float:
         """One micro-batch through all A-stages and back."""
-        return sum(sum(seconds) for seconds, _, _ in self.attn_stages)
+        return sum(sum(seconds) for seconds, *_ in self.attn_stages)
 
     @cached_property
     def mean_attn_forward_s(self) -> float:
         """Forward of a MoE layer's attention a sample, on average."""
         layers = self.attn_stages[:-1]
-        return sum(seconds.forward for seconds, _, _ in layers) / len(layers) / self.samples
+        return sum(seconds.forward for seconds, *_ in layers) / len(layers) / self.samples
 
     @cached_property
     def ffn_ideal_forward_s(self) -> float:
@@ -168,6 +177,8 @@ class Tables:
             ffn_link_s=link[1],
             state_bytes=params * self.bytes_a_param,
             kept_bytes=ffn_kept_bytes(job, layer, job.seq_len, workers, self.question.imbalance_factor),
+            passing_bytes=ffn_passing_bytes(job, layer, job.seq_len, workers, self.question.imbalance_factor)
+            + ffn_buffer_bytes(job, layer, job.seq_len, workers, self.question.imbalance_factor),
         )
 
     def _rows(self, held: list[int]) -> tuple[float, float]:
@@ -198,8 +209,9 @@ class Tables:
         """K: micro-batches that memory has room for, if each is kept in all stages of its group."""
         attn, ffn = self.attn_depths[c.attn_depth], self.ffn_workers[c.ffn_workers]
         layers = self.ffn_layers(c.ffn_depth)
-        kept = layers * c.attn_workers * self.samples * ffn.kept_bytes
-        room = (self.capacity[1] - layers * ffn.state_bytes) / kept
+        samples = c.attn_workers * self.samples
+        free = self.capacity[1] - layers * ffn.state_bytes - samples * ffn.passing_bytes
+        room = free / (layers * samples * ffn.kept_bytes)
         return min([room, *((self.capacity[0] - fixed) / max(kept, 1.0) for fixed, kept in attn.memory)])
 
     def ffn_layers(self, depth: int) -> int:

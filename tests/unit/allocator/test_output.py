@@ -23,8 +23,11 @@ def test_writes_a_configuration_that_check_accepts(tmp_path: Path, capsys: pytes
     for word in words:
         assert word in text and word in shown
     assert main(["check", str(out)]) == 0
+    picture = tmp_path / "my.png"
     again = tmp_path / "again.toml"
-    assert main(["allocate", *DEBUG, "--seq-len", "128", "--global-batch", "16", "--out", str(again)]) == 0
+    shape = ["--seq-len", "128", "--global-batch", "16"]
+    assert main(["allocate", *DEBUG, *shape, "--out", str(again), "--plot", str(picture)]) == 0
+    assert picture.stat().st_size > 10_000
     assert again.read_text().replace(str(again), str(out)) == text
 
 
