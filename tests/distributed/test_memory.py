@@ -17,6 +17,7 @@ from tests.distributed.harness.cases import FAMILIES, Case, make_config
 from tests.distributed.harness.worlds import Worlds
 
 TOLERANCE = 0.1
+BODY = "tests.distributed.memory_body:peak_live_bytes"
 LAYOUTS: list[tuple[tuple[int, int, int, int], int, Recompute]] = [
     ((1, 1, 2, 2), 4, "none"),
     ((1, 1, 1, 2), 4, "ffn"),
@@ -77,7 +78,7 @@ def test_heaviest_worker_of_each_role(
     config = make_config(
         family, documents, layout=layout, microbatches=microbatches, recompute=recompute, global_batch_size=16
     )
-    result = worlds.run(Case(config=config, steps=2, body="tests.distributed.memory_body:peak_live_bytes"))
+    result = worlds.run(Case(config=config, steps=2, body=BODY, timeout_s=200.0))
     measured: dict[Role, int] = {}
     for extra in result.extras:
         worker: Worker = extra["worker"]
