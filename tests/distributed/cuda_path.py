@@ -82,6 +82,7 @@ def play_cuda(engine: Engine) -> list[int]:
     runtime._on_cuda = True
     for channel in runtime._channels:
         channel._on_cuda = True
+        channel._counts_inside = False
         channel._side = None if channel._is_local else _Device()  # type: ignore[assignment]
         # Events have no times here: book the host's.
         channel._wait_on_stream = _wait  # type: ignore[method-assign]
