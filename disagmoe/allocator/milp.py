@@ -259,7 +259,7 @@ class _Model:
             model.add(SHARE * self.time >= self._product([used, leaving], 64 * SHARE * high))
 
     def _leaving(self) -> Any:
-        """q in SHARE parts, by M + N and by whether there is one group of each role."""
+        """q in SHARE parts: 0 where a replica fits into a node, else by M + N and whether each role has one group."""
         tables, model = self.tables, self.model
         if not tables.site.shared:
             return model.new_constant(SHARE)
@@ -274,8 +274,14 @@ class _Model:
         deep, flat, share = self._int(0, SHARE), self._int(0, SHARE), self._int(0, SHARE)
         model.add_element(width, [int(SHARE * (1 - 0.5 / n)) for n in nodes], deep)
         model.add_element(width, [int(SHARE * (1 - 1 / n)) for n in nodes], flat)
-        model.add(share == flat).only_enforce_if(single)
-        model.add(share == deep).only_enforce_if(~single)
+        replica = self._product([self.attn_depth, self.attn_workers], tables.attn_gpus)
+        replica += self._product([self.ffn_depth, self.ffn_workers], tables.ffn_gpus)
+        inside = model.new_bool_var("replica in a node")
+        model.add(replica <= size).only_enforce_if(inside)
+        model.add(replica > size).only_enforce_if(~inside)
+        model.add(share == 0).only_enforce_if(inside)
+        model.add(share == flat).only_enforce_if(single, ~inside)
+        model.add(share == deep).only_enforce_if(~single, ~inside)
         return share
 
     # -- solving --------------------------------------------------------------------------------------------------

@@ -197,13 +197,16 @@ class Tables:
 
     # -- the bound -------------------------------------------------------------------------------------------------
 
-    def leaving(self, attn_workers: int, ffn_workers: int, depth: int) -> float:
-        """q: least share of the bytes that leave a node. Only dispatches of a group to its neighbours can stay, which
-        is all traffic at depth 1 and half of it otherwise."""
+    def leaving(self, c: Candidate) -> float:
+        """q: least share of the bytes that leave a node: none of a replica that fits into one. Of a larger one, only
+        dispatches of a group to its neighbours can stay, which is all traffic at depth 1 and half of it otherwise."""
         if not self.site.shared:
             return 1.0
-        nodes = -(-(attn_workers + ffn_workers) // self.pools[0].gpus_per_node)
-        return 1 - 1 / nodes if depth == 1 else 1 - 0.5 / nodes
+        size = self.pools[0].gpus_per_node
+        if c.attn_depth * c.attn_workers + c.ffn_depth * c.ffn_workers <= size:
+            return 0.0
+        nodes = -(-(c.attn_workers + c.ffn_workers) // size)
+        return 1 - 1 / nodes if c.attn_depth == c.ffn_depth == 1 else 1 - 0.5 / nodes
 
     def room(self, c: Candidate) -> float:
         """K: micro-batches that memory has room for, if each is kept in all stages of its group."""
@@ -237,7 +240,7 @@ class Tables:
             m * layers * f + c.ffn_depth * a + (c.ffn_depth - 1) * f,
             self.chain_attn_s + self.question.num_moe * f,
         )
-        q = self.leaving(c.attn_workers, c.ffn_workers, max(c.attn_depth, c.ffn_depth))
+        q = self.leaving(c)
         attn_link = m * attn.layers * self.samples * ffn.attn_link_s * q
         ffn_link = m * layers * samples * ffn.ffn_link_s * q
         if self.pools[0].nics.pooled and self.site.shared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, given, settings
 
 from disagmoe.allocator.candidates import all_tables
 from disagmoe.allocator.milp import solve
@@ -49,15 +49,3 @@ def check_against_everything(question: Question) -> None:
 @given(question=questions())
 def test_within_a_hundredth_of_the_best_of_all_layouts(question: Question) -> None:
     check_against_everything(question)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("part", range(4))
-def test_within_a_hundredth_on_many_problems(part: int) -> None:
-    @seed(part)
-    @settings(max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(question=questions())
-    def check(question: Question) -> None:
-        check_against_everything(question)
-
-    check()
