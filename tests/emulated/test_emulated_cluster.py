@@ -163,7 +163,7 @@ def test_rates_and_quotas_are_read() -> None:
 def test_a_quota_too_small_for_its_period_gets_a_longer_one() -> None:
     spec = ClusterSpec(nics_bit_per_s=(0.0,), cpus=(0.05,))
     assert spec.quota_s(0) == pytest.approx((0.001, 0.02))
-    assert spec.burst(0) == 16 * 1024
+    assert spec.burst(0) == 72_000
 
 
 def test_the_cpu_controller_is_found_in_both_versions(tmp_path: Path) -> None:
