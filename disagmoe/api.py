@@ -83,7 +83,7 @@ def pipeline_disagmoe(
         dtype: Of parameters and of the rows that travel.
         loss_fn: (logits [B, L, V], labels [B, L]) -> sum of the loss over valid tokens.
         seed: Of the initial weights, which do not depend on the layout; None: they are undefined until you load them.
-        monitor: Watches the other workers; one is started if there is none (stop it with `monitor.stop()`).
+        monitor: Watches the other workers; if there is none, one is started, which the pipeline's `close` ends.
         slice_tokens: Most tokens of a micro-batch that any A-worker will own, the same on every rank, where known:
             saves the messages with row counts over gloo.
     Raises:
@@ -97,15 +97,16 @@ def pipeline_disagmoe(
     if device.type == "cuda":
         options["send_after"] = 1  # the host's wait for row counts must not sit between two launches
     schedule = make_schedule(meshes.layout, parts.is_moe_layer, **options)
+    own_monitor = None
     if monitor is None:
-        monitor = Monitor(
+        monitor = own_monitor = Monitor(
             layout=meshes.layout,
             rank=dist.get_rank(),
             store=dist.distributed_c10d._get_default_store(),
             status=StatusBoard(Path(tempfile.mkdtemp(prefix="disagmoe-status-")), dist.get_rank()),
             heartbeat_timeout_s=comm.heartbeat_timeout_s,
         )
-    return apply_disagmoe(
+    pipeline = apply_disagmoe(
         parts,
         meshes=meshes,
         schedule=schedule,
@@ -117,6 +118,8 @@ def pipeline_disagmoe(
         clock_offset_s=estimate_clock_offsets(dist.get_rank(), dist.get_world_size()),
         slice_tokens=slice_tokens,
     )
+    pipeline.own_monitor = own_monitor
+    return pipeline
 
 
 def backend_of(comm: CommConfig, device: torch.device) -> str:

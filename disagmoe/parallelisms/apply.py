@@ -85,6 +85,8 @@ class Pipeline:
     clock: StepClock
     clock_offset_s: dict[int, float]
     pool: BufferPool
+    own_monitor: Monitor | None = None
+    """Ended by `close`; None: the caller ends the one that it gave."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -96,7 +98,10 @@ class Pipeline:
         return [s for s in self.stages if isinstance(s, AttentionStage) and s.stats is not None]
 
     def close(self) -> None:
+        """End the threads. After the last step of all workers: one that is no longer watched is not missed."""
         self.runtime.close()
+        if self.own_monitor is not None:
+            self.own_monitor.stop()
 
 
 def apply_disagmoe(
