@@ -17,6 +17,15 @@ from typing import NamedTuple
 from disagmoe.layout import split_evenly
 from disagmoe.schedules.dispatch import Play, Rule
 from disagmoe.schedules.problem import Problem
+from disagmoe.schedules.slants import (
+    GUARDED,
+    earliest_starts,
+    has_heavy_head,
+    improve,
+    most_whole,
+    slanted_plays,
+    spare_memory,
+)
 from disagmoe.schedules.swaps import Annealing
 
 BY_KEY = Rule(by_key=True)
@@ -34,48 +43,12 @@ STRETCH = (1.0, 1.0, 0.5, 1.5, 2.5)
 """Factors of hops while an order is made."""
 ACCEPTED = (0.0, 0.0, 0.01, 0.03)
 """Shares of the makespan that a step may lose."""
+GUARD = 60
+"""Plays from which on half as many are made besides that vary guarded ones (see `slants`)."""
+MOST_GUARDED = 300
 MANY = 300
 """Plays left from which on half of them go to `Annealing`; below, it would hardly start."""
-HEAVY = 4
-"""Times the mean forward of its group that the last stage takes to be heavy."""
 SEED = 0
-
-SLANTS = (
-    # (first, dense, then, stretch, window)
-    (0.3, 4, 0.5, 1.6, 0.0),
-    (0.3, 20, 0.5, 2.0, 0.0),
-    (0.3, 6, 0.8, 1.3, 1.0),
-    (0.5, 4, 0.8, 1.3, 0.67),
-    (0.2, 12, 0.3, 1.6, 0.0),
-    (0.3, 7, 0.5, 1.3, 1.25),
-    (0.5, 12, 0.5, 1.6, 0.95),
-    (0.3, 4, 0.5, 1.0, 0.67),
-    (0.2, 4, 0.8, 1.4, 0.0),
-    (0.3, 4, 0.8, 1.6, 1.0),
-    (0.2, 4, 0.8, 2.0, 0.0),
-    (0.5, 6, 0.8, 1.6, 0.67),
-    (0.2, 32, 0.3, 1.2, 0.0),
-    (0.3, 7, 0.5, 1.6, 1.25),
-    (0.2, 8, 0.3, 1.2, 0.0),
-    (0.35, 4, 0.5, 1.4, 0.0),
-    (0.1, 6, 0.8, 1.0, 1.0),
-    (0.3, 12, 0.5, 1.6, 0.0),
-    (0.2, 4, 0.65, 1.2, 0.0),
-    (0.5, 9, 0.5, 1.3, 0.72),
-    (0.2, 16, 0.5, 1.4, 0.0),
-    (0.7, 8, 0.8, 1.4, 0.0),
-    (0.1, 4, 0.65, 1.6, 0.0),
-    (0.3, 12, 0.8, 2.6, 0.0),
-    (0.4, 6, 1.0, 1.6, 1.1),
-    (0.6, 3, 0.5, 1.0, 0.67),
-    (0.7, 16, 1.05, 2.0, 0.0),
-    (0.3, 7, 0.5, 1.3, 1.0),
-    (0.3, 3, 0.9, 1.15, 0.75),
-    (0.6, 12, 0.7, 1.15, 1.0),
-)
-"""Time between entries of the first micro-batches in shares of a micro-batch's work on the busiest group, how many
-these are, time between the others, and how much longer than alone a micro-batch is taken to be on its way. Window: a
-micro-batch enters when that share of those that fit entirely are before it on their way forwards; 0: at its time."""
 
 Orders = list[list[int]]
 
@@ -87,9 +60,11 @@ def search(problem: Problem, given: Sequence[Play], *, effort: int) -> Play:
     effort: about how many operations may be scheduled, over all plays; first plays are always made.
     """
     plays = max(0, effort // max(1, problem.num_operations))
-    first = [*given, *itertools.islice(_in_turn(first_plays(problem), slanted_plays(problem)), max(FEWEST, plays // 2))]
-    best = min(first, key=lambda play: play.makespan)
     floor = shortest_possible(problem)
+    first = [*given, *itertools.islice(_in_turn(first_plays(problem), slanted_plays(problem)), max(FEWEST, plays // 2))]
+    if plays >= GUARD and min(play.makespan for play in first) > floor:
+        first += improve(problem, GUARDED, min(plays // 2, MOST_GUARDED), floor)
+    best = min(first, key=lambda play: play.makespan)
     left = max(4, plays - len(first))
     turns = _Turns(problem)
     starts: dict[int, Play] = {}
@@ -126,14 +101,6 @@ def shortest_possible(problem: Problem) -> int:
     return shortest
 
 
-def earliest_starts(problem: Problem) -> list[int]:
-    """By position, when a micro-batch alone reaches it."""
-    ready = [0]
-    for q in range(2 * problem.num_stages - 1):
-        ready.append(ready[q] + problem.duration[q] + problem.arrival(q))
-    return ready
-
-
 def first_plays(problem: Problem) -> Iterator[Play]:
     """Plays from rounds of several lengths, the most promising first.
 
@@ -145,7 +112,7 @@ def first_plays(problem: Problem) -> Iterator[Play]:
     whole = [Funnel(length, 0, length) for length in dict.fromkeys(min(n, most) for n in lengths if n >= 1)]
     for shape in (*whole[:3], *funnels(problem, most), *whole[3:]):
         length = min(shape.wide, most)
-        spare = _spare(problem, length)
+        spare = spare_memory(problem, length)
         rounds = split_evenly(problem.num_microbatches, -(-problem.num_microbatches // shape.wide))
         acquires = funnel_orders(problem, rounds, shape)
         by_round = round_keys(problem, rounds)
@@ -171,67 +138,10 @@ def _rules(problem: Problem, length: int) -> list[Rule]:
     return [replace(rule, patient_head=True) for rule in rules] if has_heavy_head(problem) else rules
 
 
-def has_heavy_head(problem: Problem) -> bool:
-    """Whether others of its group should go ahead of the last stage's backward, which would hold them up for long."""
-    last = problem.num_stages - 1
-    others = [problem.duration[q] for q in range(last) if problem.group[q] == problem.group[last]]
-    return bool(others) and problem.duration[last] + problem.duration[last + 1] > HEAVY * sum(others) / len(others)
-
-
 def _in_turn(*sources: Iterator[Play]) -> Iterator[Play]:
     """One of each, until all are exhausted."""
     for plays in itertools.zip_longest(*sources):
         yield from (play for play in plays if play is not None)
-
-
-def slanted_plays(problem: Problem) -> Iterator[Play]:
-    """Plays without rounds: micro-batches enter one by one, first densely, then as fast as groups can keep up.
-
-    Best for heavy heads, through which a round would have to queue. Not all complete within the caps.
-    """
-    stages, count = problem.num_stages, problem.num_microbatches
-    ready = earliest_starts(problem)
-    work = [0] * problem.num_groups
-    for operation in range(0, problem.num_operations, count):
-        work[problem.group_of(operation)] += problem.duration_of(operation)
-    period, most = max(work), most_whole(problem)
-    for first, dense, then, stretch, share in SLANTS:
-        window = max(1, round(share * most)) if share else count
-        entry = [0.0] * count
-        for i in range(1, count):
-            entry[i] = entry[i - 1] + period * (first if i < dense else then)
-            if i >= window:
-                entry[i] = max(entry[i], entry[i - window] + stretch * ready[stages])
-        key = []
-        for operation in range(problem.num_operations):
-            position, microbatch = divmod(operation, count)
-            # A weight operation comes right behind its input half.
-            chain = position if position < 2 * stages else 4 * stages - 1 - position
-            key.append(entry[microbatch] + stretch * ready[chain] + (position >= 2 * stages))
-        acquires: Orders = [[] for _ in range(problem.num_groups)]
-        for operation in sorted(range(stages * count), key=key.__getitem__):
-            acquires[problem.group_of(operation)].append(operation)
-        # Only a window that fits entirely is sure to leave memory for others.
-        spare = _spare(problem, window) if window < most else None
-        for eager in (False, True) if problem.weight else (False,):
-            rule = Rule(eager_weights=eager, patient_head=has_heavy_head(problem))
-            play = Play(problem, acquires, key, rule, spare=spare).run()
-            if play.is_complete:
-                yield play
-
-
-def _spare(problem: Problem, length: int) -> list[int]:
-    """By group, memory that `length` micro-batches leave."""
-    return [c - length * m for c, m in zip(problem.capacity, problem.memory_of_group, strict=True)]
-
-
-def most_whole(problem: Problem) -> int:
-    """Micro-batches whose activations fit at the same time."""
-    most = min(problem.num_microbatches, problem.in_flight)
-    for capacity, one in zip(problem.capacity, problem.memory_of_group, strict=True):
-        most = min(most, capacity // one) if one else most
-    assert most >= 1, "caps that do not hold one micro-batch are refused earlier"
-    return most
 
 
 class Funnel(NamedTuple):

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from disagmoe.layout import build_stages
 from disagmoe.schedules import Action, Kind, Schedule, make_fitted, make_schedule, peak_microbatches, validate
 from disagmoe.schedules.costs import OrderCosts, OrderHop, simple_costs
+from disagmoe.schedules.dispatch import Rule
+from disagmoe.schedules.guarded import GuardedPlay
 from disagmoe.schedules.problem import Problem, build_problem, order_fits
+from disagmoe.schedules.slants import GUARDED
 from disagmoe.schedules.timing import end_times, makespan
 from disagmoe.simulator.bounds import lower_bounds
 from disagmoe.simulator.costs import Hop, StageCosts
@@ -240,6 +243,41 @@ def test_flow_is_a_bound_and_can_be_better_than_area(split: bool) -> None:
         better.append(flow > lower_bounds(problem).best_s)
     assert any(better)
     assert flow_bound(build_problem(costs, groups, num_groups=4, num_microbatches=12), steps=100) == 0
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_guarded_plays_keep_the_caps_and_complete(split: bool) -> None:
+    rng, complete = random.Random(0), 0
+    for seed in range(20):
+        layout, layers = make_layout(rng.randint(1, 3), rng.randint(1, 3)), [True] * rng.randint(1, 6)
+        groups = tuple(layout.pipeline_group(s.role, s.group) for s in build_stages(layout, layers))
+        problem = build_problem(
+            random_costs(len(groups), seed),
+            groups,
+            num_groups=layout.num_groups,
+            num_microbatches=rng.randint(1, 10),
+            cap=rng.randint(1, 5),
+            split_backward=split,
+        )
+        slant = rng.choice(GUARDED)
+        for _ in range(5):
+            slant = slant.vary(rng)
+            play = slant.play(problem)
+            if play.is_complete:
+                complete += 1
+                assert all(order_fits(problem, group, order) for group, order in enumerate(play.order))
+                assert play.makespan * problem.tick_s >= lower_bounds(problem).best_s * (1 - 1e-5)
+    assert complete >= 60
+
+
+def test_a_guarded_play_takes_nothing_that_would_block_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for one micro-batch: while it is with the experts, the next one could start, and then neither could end."""
+    costs = simple_costs([1.0] * 5, hop=1.0)
+    problem = build_problem(costs, (0, 1, 0, 1, 0), num_groups=2, num_microbatches=2, cap=1)
+    key = [float(operation // 2) for operation in range(problem.num_operations)]
+    assert GuardedPlay(problem, key, Rule(), ahead=100.0).run().is_complete
+    monkeypatch.setattr(GuardedPlay, "_can_end", lambda *_: True)
+    assert not GuardedPlay(problem, key, Rule(), ahead=100.0).run().is_complete
 
 
 def test_bounds_by_hand() -> None:
