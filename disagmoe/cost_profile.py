@@ -43,9 +43,7 @@ def gather_profile(resolved: ResolvedConfig, samples: CostSamples) -> Profile | 
 
     def activations(index: int) -> float:
         stage = plan.stages[index]
-        return float(
-            max(activation_bytes(plan, stage, worker) for worker in range(plan.layout.workers_of(stage.role)))
-        )
+        return float(max(activation_bytes(plan, stage, worker) for worker in range(plan.layout.workers_of(stage.role))))
 
     share = -(-config.training.global_batch_size // config.disagmoe.replicas)
     return Profile(

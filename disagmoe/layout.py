@@ -178,9 +178,7 @@ class Layout:
 
     def group_ranks(self, role: Role, group: int, replica: int) -> tuple[int, ...]:
         """Global ranks of one group, by worker index."""
-        return tuple(
-            self.rank_of(Worker(replica, role.letter, group, i)) for i in range(self.workers_of(role))
-        )
+        return tuple(self.rank_of(Worker(replica, role.letter, group, i)) for i in range(self.workers_of(role)))
 
     def pipeline_group(self, role: Role, group: int) -> int:
         """Index of a component group among the pipeline ranks: A-groups first, then F-groups; 0 when colocated."""
@@ -267,9 +265,7 @@ def build_stages(layout: Layout, is_moe_layer: Sequence[bool]) -> tuple[Stage, .
                 has_embedding=ordinal == 0,
             )
         )
-        stages.append(
-            Stage(index=len(stages), role=Role.FFN, group=ordinal % layout.ffn_depth, moe_layer=layer)
-        )
+        stages.append(Stage(index=len(stages), role=Role.FFN, group=ordinal % layout.ffn_depth, moe_layer=layer))
         dense = []
         ordinal += 1
     stages.append(

@@ -181,9 +181,7 @@ def _with_batch(question: Question, factor: int) -> Question:
 
 def _with_memory(question: Question, factor: float) -> Question:
     cluster = question.job.cluster
-    pools = tuple(
-        replace(p, gpu=replace(p.gpu, memory_bytes=int(p.gpu.memory_bytes * factor))) for p in cluster.pools
-    )
+    pools = tuple(replace(p, gpu=replace(p.gpu, memory_bytes=int(p.gpu.memory_bytes * factor))) for p in cluster.pools)
     return replace(question, job=replace(question.job, cluster=replace(cluster, pools=pools)))
 
 

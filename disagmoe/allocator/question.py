@@ -223,9 +223,7 @@ class Question:
     def job_for(self, candidate: Candidate) -> Job:
         """With the candidate's recomputation and nodes, and every micro-batch as large as the largest."""
         batch = self.samples(candidate) * candidate.microbatches * candidate.replicas
-        return replace(
-            self.job, recompute=candidate.recompute, cluster=self.cluster_for(candidate), global_batch=batch
-        )
+        return replace(self.job, recompute=candidate.recompute, cluster=self.cluster_for(candidate), global_batch=batch)
 
     def rank_orders(self, candidate: Candidate) -> tuple[str, ...]:
         """Packings into nodes that are worth trying."""

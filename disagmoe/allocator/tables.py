@@ -163,9 +163,7 @@ class Tables:
         held = [len(r) for r in split_evenly(moe.num_experts, workers)]
         attn_rows, ffn_rows = self._rows(held)
         row = model.row_bytes(BYTES[job.dtype])
-        rates = [
-            pool.nic_bytes_per_s_per_gpu * pool.efficiency.nic * pool.efficiency.m2n for pool in self.pools
-        ]
+        rates = [pool.nic_bytes_per_s_per_gpu * pool.efficiency.nic * pool.efficiency.m2n for pool in self.pools]
         link = [
             job.seq_len * (rows * (2 * row + TOKEN_BYTES) + pairs * PAIR_BYTES["dispatch"]) / min(rates)
             for rows, pairs in ((attn_rows, moe.top_k), (ffn_rows, moe.top_k * held[0] / moe.num_experts))

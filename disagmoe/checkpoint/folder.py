@@ -79,9 +79,7 @@ def find_checkpoints(folder: Path) -> list[Found]:
         if match := _STEP.fullmatch(path.name):
             problems = tuple(shape_problems(path))
             found.append(
-                Found(
-                    step=int(match[1]), path=path, state="damaged" if problems else "complete", problems=problems
-                )
+                Found(step=int(match[1]), path=path, state="damaged" if problems else "complete", problems=problems)
             )
         elif match := _SAVING.fullmatch(path.name):
             found.append(Found(step=int(match[1]), path=path, state="unfinished"))

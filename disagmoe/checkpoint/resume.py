@@ -118,9 +118,7 @@ def find_resume_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
             yield resolved.problem(key, rule, fix=fix)
 
 
-def differences(
-    config: Config, state: Mapping[str, Any], *, fingerprint: str | None
-) -> Iterator[tuple[str, str, str]]:
+def differences(config: Config, state: Mapping[str, Any], *, fingerprint: str | None) -> Iterator[tuple[str, str, str]]:
     """(key, rule, fix) for everything in which `config` would not continue the run of a checkpoint.
 
     Layout, schedule, batch size, learning rate and the like may change; what is named here may not.

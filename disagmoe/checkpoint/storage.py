@@ -334,4 +334,3 @@ def stored_keys(path: Path) -> dict[str, tuple[int, ...]]:
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-

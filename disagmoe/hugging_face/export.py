@@ -196,5 +196,3 @@ def _gather(value: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
-
-

@@ -117,9 +117,7 @@ def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Para
 
 
 @torch.no_grad()
-def init_parameters(
-    module: nn.Module, model_config: Decoder.Config, seed: int | None, expert_offset: int = 0
-) -> None:
+def init_parameters(module: nn.Module, model_config: Decoder.Config, seed: int | None, expert_offset: int = 0) -> None:
     """Set every parameter and buffer of a model or a part of one, in place.
 
     A parameter's values depend on `seed` and its unsplit name only, those of a stacked expert parameter on the global

@@ -89,9 +89,7 @@ class _Routed(Module):
 class _RoutedMoE(Module):
     def __init__(self, config: MoE.Config, num_experts: int) -> None:
         super().__init__()
-        self.routed_experts = _Routed(
-            dataclasses.replace(config.routed_experts.inner_experts, num_experts=num_experts)
-        )
+        self.routed_experts = _Routed(dataclasses.replace(config.routed_experts.inner_experts, num_experts=num_experts))
 
 
 class _RoutedHalf(Module):

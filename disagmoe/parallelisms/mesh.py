@@ -79,9 +79,7 @@ class Meshes:
 
     def channel_groups(self, key: EdgeKey, worker: Worker) -> ChannelGroups:
         """Groups and far-end ranks of an edge, seen from `worker`."""
-        far_role, far_group = (
-            (Role.FFN, key.ffn_group) if worker.role is Role.ATTN else (Role.ATTN, key.attn_group)
-        )
+        far_role, far_group = (Role.FFN, key.ffn_group) if worker.role is Role.ATTN else (Role.ATTN, key.attn_group)
         peers = self.layout.group_ranks(far_role, far_group, worker.replica)
         if self.layout.colocate:
             return ChannelGroups(payload=None, counts=None, peers=peers)
@@ -115,18 +113,14 @@ def mesh_ranks(layout: Layout, role: Role) -> torch.Tensor:
     )
 
 
-def make_meshes(
-    layout: Layout, stages: Sequence[Stage], *, device_type: str, backend: str, timeout_s: float
-) -> Meshes:
+def make_meshes(layout: Layout, stages: Sequence[Stage], *, device_type: str, backend: str, timeout_s: float) -> Meshes:
     """Make the meshes and groups of a layout. Collective: every rank of the world calls it, with equal arguments.
 
     Args:
         backend: Of payloads and gradients, `gloo` or `nccl`; counts always travel over gloo.
     """
     rank = dist.get_rank()
-    attn = DeviceMesh(
-        device_type, mesh_ranks(layout, Role.ATTN), mesh_dim_names=("replica", "attn_group", "attn_dp")
-    )
+    attn = DeviceMesh(device_type, mesh_ranks(layout, Role.ATTN), mesh_dim_names=("replica", "attn_group", "attn_dp"))
     ffn = (
         attn
         if layout.colocate
@@ -134,9 +128,7 @@ def make_meshes(
     )
     meshes = Meshes(layout=layout, rank=rank, attn=attn, ffn=ffn)
 
-    def group_of(
-        ranks: Sequence[int], kind: str = backend, limit_s: float = timeout_s
-    ) -> dist.ProcessGroup | None:
+    def group_of(ranks: Sequence[int], kind: str = backend, limit_s: float = timeout_s) -> dist.ProcessGroup | None:
         # Every rank calls, members or not: torch names a group that only its members make after the number of groups
         # that each of them has, and those numbers differ between ranks.
         members = sorted(set(ranks))

@@ -38,9 +38,7 @@ class AFPipeRuntime(_PipelineScheduleRuntime):
         clock: StepClock,
         monitor: Monitor,
     ) -> None:
-        super().__init__(
-            list(stages), schedule.num_microbatches, loss_fn=loss_fn, scale_grads=False
-        )
+        super().__init__(list(stages), schedule.num_microbatches, loss_fn=loss_fn, scale_grads=False)
         self._stage_of = {stage.stage_index: stage for stage in stages}
         self._schedule, self._clock, self._monitor = schedule, clock, monitor
         self._program = schedule.programs[self.rank]

@@ -44,7 +44,7 @@ STRETCH = (1.0, 1.0, 0.5, 1.5, 2.5)
 ACCEPTED = (0.0, 0.0, 0.01, 0.03)
 """Shares of the makespan that a step may lose."""
 GUARD = 60
-"""Plays from which on half as many are made besides that vary guarded ones (see `slants`)."""
+"""Plays from which on half as many, `MOST_GUARDED` at most, are made of guarded ones and what varies them."""
 MOST_GUARDED = 300
 MANY = 300
 """Plays left from which on half of them go to `Annealing`; below, it would hardly start."""
@@ -57,7 +57,8 @@ def search(problem: Problem, given: Sequence[Play], *, effort: int) -> Play:
     """The best play found.
 
     given: plays to start from besides those from rounds.
-    effort: about how many operations may be scheduled, over all plays; first plays are always made.
+    effort: about how many operations may be scheduled, over all plays; first plays are always made, and guarded
+        ones come on top (see `GUARD`).
     """
     plays = max(0, effort // max(1, problem.num_operations))
     floor = shortest_possible(problem)

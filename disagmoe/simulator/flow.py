@@ -10,19 +10,23 @@ release activations. Every schedule has
 - activations within the capacity at each t: sum of memory_s (N_forward(t) - N_backward(t - duration - weight)).
 
 Each N_q is kept at the times ready[q] + j step, so the second line holds without rounding; the third uses the sample
-before for forwards and the one after for backwards, which loses up to a step of each activation's life. Where not even
-fractions of micro-batches (real N_q) let all M pass in a time, no schedule can. The time is found by halving.
+before for forwards and the one after for backwards, which loses up to two steps of each activation's life. Turns of the
+ring are alike, so there are steps that divide their lengths almost, and with the right times for the third line hardly
+anything is lost: `Grid` looks for them. Where not even fractions of micro-batches (real N_q) let all M pass in a time,
+no schedule can. The time is found by halving.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from disagmoe.schedules.problem import Problem
 from disagmoe.simulator.bounds import Chain, area_of, lower_bounds
 
 STEPS = 360
 """Samples in the time of the bound without solver."""
+TRIED = 150
+"""Steps that are tried up to a quarter below and above the wanted one."""
 SPREAD = 1.3
 """The bound is looked for up to that many times the one without solver."""
 SLACK = 1e-4
@@ -44,6 +48,14 @@ def flow_bound(problem: Problem, *, steps: int = STEPS) -> float:
     return problem.tick_s * _Flow(chain, group, lower_bounds(problem).best_s / problem.tick_s, steps).bound()
 
 
+class Grid(NamedTuple):
+    """In ticks."""
+
+    step: int
+    time: int
+    """Memory is looked at that long after multiples of a step."""
+
+
 class _Flow:
     """Flow through `group`."""
 
@@ -54,13 +66,33 @@ class _Flow:
         self.stages = [s for s in range(last) if problem.group[s] == group and problem.memory[s]]
         self.capacity = problem.capacity[group] * UNIT
         self.points = [*self.stages, *(chain.last - s for s in reversed(self.stages))]
-        self.step = max(1, int(least / steps))
+        self.grid = self._best_grid(max(1, int(least / steps)))
+        self.step = self.grid.step
         self.least = least
         final = self.points[-1]
         self.end = chain.ready[final] + problem.duration[final] + chain.after[final]
         """The makespan where the last micro-batch is at its last point as early as the first one can be there."""
         before = self.points[0]
         self.come = max([1, *problem.duration[: before + 1], *problem.send[:before]])
+
+    def _released(self, stage: int) -> int:
+        """When the activations of `stage` are released at the earliest."""
+        release = self.chain.last - stage
+        return self.chain.ready[release] + self.problem.duration[release] + self.chain.weight(release)
+
+    def _best_grid(self, around: int) -> Grid:
+        """Of steps near `around` and times in them, those that lose the least of the lives of all activations."""
+        chain, memory = self.chain, self.problem.memory
+        lives = [(chain.ready[s], self._released(s), memory[s]) for s in self.stages]
+        best: tuple[int, Grid] | None = None
+        for i in range(-TRIED, TRIED + 1):
+            step = max(1, around + around * i // (4 * TRIED))
+            for time in {0, *(start % step for start, _, _ in lives), *(end % step for _, end, _ in lives)}:
+                lost = sum(size * ((time - start) % step + (end - time) % step) for start, end, size in lives)
+                if best is None or lost < best[0]:
+                    best = lost, Grid(step, time)
+        assert best is not None, "the group holds activations"
+        return best[1]
 
     def bound(self) -> int:
         """The largest makespan found, in steps after `end`, in which not all micro-batches pass."""
@@ -97,12 +129,13 @@ class _Flow:
     def _add_memory(self, solver: Any, passed: dict[int, list[Any]], samples: int) -> None:
         problem, chain, step = self.problem, self.chain, self.step
         begin = chain.ready[self.points[0]]
+        begin += (self.grid.time - begin) % step
         until = max(chain.ready[q] + problem.duration[q] + chain.weight(q) for q in self.points) + samples * step
         for time in range(begin, until, step):
             within = solver.Constraint(-solver.infinity(), self.capacity)
             for stage in self.stages:
                 release = chain.last - stage
-                released = time - problem.duration[release] - chain.weight(release) - chain.ready[release]
+                released = time - self._released(stage)
                 started = (time - chain.ready[stage]) // step
                 if started < 0:
                     continue

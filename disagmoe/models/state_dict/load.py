@@ -175,5 +175,3 @@ def _fill_mxfp4(reader: SliceReader, part: Part, experts: slice, region: Tensor)
             values = dequantise(reader.read(blocks.name, one, rows), reader.read(scales.name, one, rows))
             region[local, rows].copy_(values[0])
             del values
-
-

@@ -139,9 +139,7 @@ class Chunk:
         if self.after is not None:
             self.after.send(microbatch, x)
 
-    def _block_forward(
-        self, block: Block, kept: _Kept, microbatch: int, x: Tensor
-    ) -> Generator[Wait, None, Tensor]:
+    def _block_forward(self, block: Block, kept: _Kept, microbatch: int, x: Tensor) -> Generator[Wait, None, Tensor]:
         layer = _Layer(x_BLD=None)
         kept.layers.append(layer)
         if x.numel():
@@ -281,9 +279,7 @@ class Chunk:
         later: Later | None = None
         if self._put_off is not None:
             later = kept.ready if put_off else self._filler
-        grad_n, grad_weights = yield from block.routed.backward(
-            microbatch, grad_BLD.flatten(0, 1), meanwhile, later
-        )
+        grad_n, grad_weights = yield from block.routed.backward(microbatch, grad_BLD.flatten(0, 1), meanwhile, later)
         if layer.x_BLD is None:
             return None
         with self._meter.time(self._kind, block.stage, microbatch, f"attention back {block.layer}"):

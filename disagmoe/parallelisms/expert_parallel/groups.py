@@ -52,9 +52,7 @@ def make_groups(
     """
     worker = layout.workers_on(dist.get_rank())[0]
     ranks = layout.group_ranks(Role.ATTN, worker.group, worker.replica)
-    groups = EPGroups(
-        layout=layout, exchange=ExchangeGroup(payload=None, counts=None, ranks=ranks, own=worker.index)
-    )
+    groups = EPGroups(layout=layout, exchange=ExchangeGroup(payload=None, counts=None, ranks=ranks, own=worker.index))
     depth, width = layout.attn_depth, layout.attn_workers
 
     def group_of(members: list[int], kind: str = backend, limit_s: float = timeout_s) -> dist.ProcessGroup | None:

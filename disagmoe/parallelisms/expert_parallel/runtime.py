@@ -98,9 +98,7 @@ class EPRuntime:
         parts = []
         for kind, index, microbatch in works:
             chunk = self._chunks[index]
-            parts.append(
-                chunk.forward(microbatch) if kind == "F" else chunk.backward(microbatch, put_off=kind == "I")
-            )
+            parts.append(chunk.forward(microbatch) if kind == "F" else chunk.backward(microbatch, put_off=kind == "I"))
         if len(parts) == 1:
             run_alone(parts[0])
         else:

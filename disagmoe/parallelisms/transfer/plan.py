@@ -143,9 +143,7 @@ def draft_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> PlanD
     primary_TN = torch.zeros_like(hit_TN).scatter_(1, choose_primaries(hit_TN)[:, None], True) & hit_TN
 
     rows_N, primaries_N = hit_TN.sum(0), primary_TN.sum(0)
-    position_TN = torch.where(
-        primary_TN, primary_TN.cumsum(0) - 1, primaries_N + (hit_TN & ~primary_TN).cumsum(0) - 1
-    )
+    position_TN = torch.where(primary_TN, primary_TN.cumsum(0) - 1, primaries_N + (hit_TN & ~primary_TN).cumsum(0) - 1)
     row_start_N = rows_N.cumsum(0) - rows_N
     # Tokens that a peer does not receive are scattered into one slot past the end.
     capacity = num_tokens * min(num_peers, top_k)

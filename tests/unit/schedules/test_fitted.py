@@ -245,6 +245,21 @@ def test_flow_is_a_bound_and_can_be_better_than_area(split: bool) -> None:
     assert flow_bound(build_problem(costs, groups, num_groups=4, num_microbatches=12), steps=100) == 0
 
 
+def test_flow_is_a_bound_on_random_costs() -> None:
+    rng, found = random.Random(1), 0
+    for seed in range(12):
+        layout, layers = make_layout(rng.randint(1, 3), rng.randint(1, 3)), [True] * rng.randint(2, 6)
+        groups = tuple(layout.pipeline_group(s.role, s.group) for s in build_stages(layout, layers))
+        common = {"num_microbatches": rng.randint(4, 12), "cap": rng.randint(1, 3), "split_backward": bool(seed % 2)}
+        costs = random_costs(len(groups), seed)
+        problem = build_problem(costs, groups, num_groups=layout.num_groups, **common)
+        flow = flow_bound(problem, steps=60)
+        found += flow > 0
+        end = makespan(make_fitted(layout, layers, costs=costs, effort=LITTLE, **common), costs)
+        assert flow <= end * (1 + 1e-5)
+    assert found >= 6
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_guarded_plays_keep_the_caps_and_complete(split: bool) -> None:
     rng, complete = random.Random(0), 0
