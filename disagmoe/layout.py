@@ -93,6 +93,8 @@ class Layout:
     F-workers alternate in proportion, so that every node has a share of both. `attn_first`: all A-groups, then all
     F-groups. In these, replicas are contiguous. `apart`: all A-workers of all replicas, then all F-workers. Or the
     names of all workers (see `Worker.__str__`) in rank order."""
+    attn_placement: tuple[int, ...] = ()
+    """A-group of each A-stage in forward order, the one with the head last; empty: one group after the other."""
 
     def __post_init__(self) -> None:
         for name in ("attn_depth", "ffn_depth", "attn_workers", "ffn_workers", "replicas"):
@@ -104,6 +106,11 @@ class Layout:
                 f"colocate = true puts a whole replica into one process and so needs attn_workers = 1 and "
                 f"ffn_workers = 1, got attn_workers = {self.attn_workers}, ffn_workers = {self.ffn_workers}; "
                 f"set both to 1, or colocate = false"
+            )
+        if self.attn_placement and set(self.attn_placement) != set(range(self.attn_depth)):
+            raise ValueError(
+                f"attn_placement = {list(self.attn_placement)}: must name each A-group from 0 to {self.attn_depth - 1} "
+                "at least once, and no other"
             )
         object.__setattr__(self, "_order", self._rank_order())
         object.__setattr__(self, "_rank", {w: r for r, w in enumerate(self._order)})  # type: ignore[attr-defined]
@@ -223,7 +230,7 @@ class Stage:
     index: int
     role: Role
     group: int
-    """Group of its role: the layer's ordinal among the MoE layers, modulo the role's depth."""
+    """Group of its role: the layer's ordinal among the MoE layers, modulo the role's depth, unless placed otherwise."""
     dense_layers: tuple[int, ...] = ()
     """Layers with a dense FFN that run whole inside this A-stage, before its attention sublayer."""
     moe_layer: int | None = None
@@ -246,8 +253,17 @@ def build_stages(layout: Layout, is_moe_layer: Sequence[bool]) -> tuple[Stage, .
 
     A dense layer has no hop: it runs inside the next A-stage. A layer's groups are its ordinal among the MoE layers
     modulo p_A and p_F; the last A-stage (final norm, head, loss) is on the A-group next in line, because every token
-    comes home to its owner there.
+    comes home to its owner there. `layout.attn_placement` puts A-stages elsewhere.
+
+    Raises:
+        ValueError: the placement is of another number of A-stages.
     """
+    placement = layout.attn_placement or tuple(i % layout.attn_depth for i in range(sum(is_moe_layer) + 1))
+    if len(placement) != sum(is_moe_layer) + 1:
+        raise ValueError(
+            f"attn_placement has {len(placement)} entries: must have {sum(is_moe_layer) + 1}, one for each MoE layer's "
+            "attention and one for the head"
+        )
     stages: list[Stage] = []
     dense: list[int] = []
     ordinal = 0
@@ -259,7 +275,7 @@ def build_stages(layout: Layout, is_moe_layer: Sequence[bool]) -> tuple[Stage, .
             Stage(
                 index=len(stages),
                 role=Role.ATTN,
-                group=ordinal % layout.attn_depth,
+                group=placement[ordinal],
                 dense_layers=tuple(dense),
                 moe_layer=layer,
                 has_embedding=ordinal == 0,
@@ -272,7 +288,7 @@ def build_stages(layout: Layout, is_moe_layer: Sequence[bool]) -> tuple[Stage, .
         Stage(
             index=len(stages),
             role=Role.ATTN,
-            group=ordinal % layout.attn_depth,
+            group=placement[ordinal],
             dense_layers=tuple(dense),
             has_embedding=ordinal == 0,
             has_head=True,

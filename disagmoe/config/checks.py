@@ -108,6 +108,14 @@ def _model_problems(resolved: ResolvedConfig, shape: ModelShape) -> Iterator[Pro
 
 def _layout_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     part = resolved.config.disagmoe
+    if part.attn_placement and set(part.attn_placement) != set(range(part.attn_depth)):
+        rule = (
+            f"must name each A-group from 0 to {part.attn_depth - 1} at least once and no other "
+            f"(disagmoe.attn_depth = {part.attn_depth})"
+        )
+        fix = f"leave it out, or set attn_depth = {max(part.attn_placement) + 1}"
+        yield resolved.problem("disagmoe.attn_placement", rule, fix=fix)
+        return
     if part.colocate:
         for key in ("attn_workers", "ffn_workers"):
             if getattr(part, key) != 1:
@@ -117,7 +125,7 @@ def _layout_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     try:
         build_layout(resolved.config)
     except ValueError as error:
-        # The ranges hold and nothing is colocated: only the order is left.
+        # The ranges and the placement hold and nothing is colocated: only the order is left.
         near = nearest(part.rank_order, RANK_ORDERS) if isinstance(part.rank_order, str) else None
         rule = str(error).partition(": must ")[2] or str(error)
         rule = f"must {rule}" if isinstance(part.rank_order, str) else rule
@@ -145,6 +153,12 @@ def _split_problems(resolved: ResolvedConfig, shape: ModelShape) -> Iterator[Pro
             f"({num_moe} and the head): each A-group holds at least one"
         )
         yield resolved.problem("disagmoe.attn_depth", rule)
+    if part.attn_placement and len(part.attn_placement) != num_moe + 1:
+        rule = (
+            f"has {len(part.attn_placement)} entries and must have {num_moe + 1}: an A-group for the attention of each "
+            f"of the {num_moe} MoE layers of {shape.name}, and one for the head"
+        )
+        yield resolved.problem("disagmoe.attn_placement", rule)
 
 
 def _batch_problems(resolved: ResolvedConfig) -> Iterator[Problem]:

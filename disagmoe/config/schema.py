@@ -68,6 +68,10 @@ class DisagMoEConfig:
     rank_order: str | list[str] = "paired"
     """Which worker is which rank: `paired` (A0 F0 A1 F1 ...), `mixed` (the same, but both roles in every node),
     `attn_first`, `apart` (A-workers of all replicas, then F-workers), or a list of worker names such as `r0.A0.1`."""
+    attn_placement: list[int] = field(default_factory=list)
+    """A-group of each MoE layer's attention in the model's order, and of the head; empty: 0, 1, ... in turn. For models
+    whose first layers or head are heavy: dense layers and the embedding are in the A-stage of the MoE layer after
+    them."""
     colocate: bool = False
     """One process holds a whole replica (attn_workers = ffn_workers = 1): for one GPU, or a debugger."""
     recompute: Literal["none", "ffn", "full"] = "none"
@@ -87,6 +91,7 @@ class DisagMoEConfig:
             replicas=self.replicas,
             colocate=self.colocate,
             rank_order=self.rank_order if isinstance(self.rank_order, str) else tuple(self.rank_order),
+            attn_placement=tuple(self.attn_placement),
         )
 
     def schedule_options(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "A1xM2-F1xN2": {"layout": (1, 1, 2, 2)},
     "A2xM2-F2xN1": {"layout": (2, 2, 2, 1)},
     "A1xM2-F2xN1": {"layout": (1, 2, 2, 1)},
+    "A2xM2-F2xN1-placed": {"layout": (2, 2, 2, 1), "attn_placement": [0, 1, 1, 1, 0, 1, 1]},
     "colocated": {"layout": (1, 1, 1, 1), "colocate": True},
 }
 AXES = {

@@ -32,6 +32,17 @@ def test_hops_of_two_layers() -> None:
     assert names == ["N2M backward F0 -> A0", "M2N backward A1 -> F0", "N2M backward F1 -> A1", "M2N backward A0 -> F1"]
 
 
+def test_attention_stages_go_where_they_are_placed() -> None:
+    stages = build_stages(layout_of(2, 1, attn_placement=(0, 1, 1)), [False, True, True])
+    assert [s.group for s in stages if s.role is Role.ATTN] == [0, 1, 1] and stages[-1].has_head
+    names = [hop_edge(stages, hop, backward=False).name for hop in range(4)]
+    assert names == ["M2N forward A0 -> F0", "N2M forward F0 -> A1", "M2N forward A1 -> F0", "N2M forward F0 -> A1"]
+    with pytest.raises(ValueError, match="attn_placement has 3 entries: must have 4"):
+        build_stages(layout_of(2, 1, attn_placement=(0, 1, 1)), [True, True, True])
+    with pytest.raises(ValueError, match=r"attn_placement = \[1, 1\]: must name each A-group from 0 to 1"):
+        layout_of(2, 1, attn_placement=(1, 1))
+
+
 @settings(max_examples=50, deadline=None)
 @given(attn_depth=st.integers(1, 4), ffn_depth=st.integers(1, 4), layers=st.lists(st.booleans(), max_size=9))
 def test_edges_join_the_groups_of_their_stages(attn_depth: int, ffn_depth: int, layers: list[bool]) -> None:
