@@ -43,9 +43,9 @@ STRETCH = (1.0, 1.0, 0.5, 1.5, 2.5)
 """Factors of hops while an order is made."""
 ACCEPTED = (0.0, 0.0, 0.01, 0.03)
 """Shares of the makespan that a step may lose."""
-GUARD = 60
-"""Plays from which on half as many, `MOST_GUARDED` at most, are made of guarded ones and what varies them."""
-MOST_GUARDED = 300
+GUARDED_PLAYS = range(60, 2000)
+"""Numbers of plays for which half as many guarded ones are made besides: fewer leave no time to vary them, and problems
+that allow more are small, where `Annealing` finds more."""
 MANY = 300
 """Plays left from which on half of them go to `Annealing`; below, it would hardly start."""
 SEED = 0
@@ -58,13 +58,13 @@ def search(problem: Problem, given: Sequence[Play], *, effort: int) -> Play:
 
     given: plays to start from besides those from rounds.
     effort: about how many operations may be scheduled, over all plays; first plays are always made, and guarded
-        ones come on top (see `GUARD`).
+        ones come on top (see `GUARDED_PLAYS`).
     """
     plays = max(0, effort // max(1, problem.num_operations))
     floor = shortest_possible(problem)
     first = [*given, *itertools.islice(_in_turn(first_plays(problem), slanted_plays(problem)), max(FEWEST, plays // 2))]
-    if plays >= GUARD and min(play.makespan for play in first) > floor:
-        first += improve(problem, GUARDED, min(plays // 2, MOST_GUARDED), floor)
+    if plays in GUARDED_PLAYS and min(play.makespan for play in first) > floor:
+        first += improve(problem, GUARDED, plays // 2, floor)
     best = min(first, key=lambda play: play.makespan)
     left = max(4, plays - len(first))
     turns = _Turns(problem)
