@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from disagmoe.parallelisms.apply import Pipeline, apply_disagmoe
 from disagmoe.parallelisms.failures import COLLECTIVE_MARGIN_S, Monitor, StatusBoard
 from disagmoe.parallelisms.mesh import Meshes, estimate_clock_offsets, make_meshes
 from disagmoe.parallelisms.runtime import LossFunction
-from disagmoe.schedules import make_schedule
+from disagmoe.schedules import Schedule, make_schedule
 from disagmoe.simulator.profile import Profile
 
 
@@ -92,11 +93,14 @@ def pipeline_disagmoe(
     comm = comm or CommConfig()
     parts = DecoderParts(model_config, seed=seed, device=device, dtype=dtype)
     options = disagmoe.schedule_options()
-    if disagmoe.costs:
-        options["costs"] = Profile.load(disagmoe.costs).costs()
     if device.type == "cuda":
         options["send_after"] = 1  # the host's wait for row counts must not sit between two launches
-    schedule = make_schedule(meshes.layout, parts.is_moe_layer, **options)
+
+    def schedule_of_rank_0() -> Schedule:
+        costs = Profile.load(disagmoe.costs).costs() if disagmoe.costs else None
+        return make_schedule(meshes.layout, parts.is_moe_layer, costs=costs, **options)
+
+    schedule = _shared(schedule_of_rank_0)
     own_monitor = None
     if monitor is None:
         monitor = own_monitor = Monitor(
@@ -120,6 +124,26 @@ def pipeline_disagmoe(
     )
     pipeline.own_monitor = own_monitor
     return pipeline
+
+
+def _shared(make: Callable[[], Schedule]) -> Schedule:
+    """What rank 0 makes, on every rank: a search takes seconds, and its result must be the same everywhere. Collective.
+
+    Raises:
+        ValueError: on every rank, what `make` raised on rank 0.
+    """
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [make()]
+        except ValueError as error:
+            made = [error]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(made, src=0)
+    if isinstance(made[0], ValueError):
+        raise made[0]
+    schedule: Schedule = made[0]
+    return schedule
 
 
 def backend_of(comm: CommConfig, device: torch.device) -> str:

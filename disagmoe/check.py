@@ -38,7 +38,7 @@ class Plan:
     layout: Layout
     stages: tuple[Stage, ...]
     schedule: Schedule | None
-    """None for `mode = "none"` and `"ep"`."""
+    """None for `mode = "none"` and `"ep"`, and where it was not asked for."""
     warnings: tuple[str, ...]
 
     @property
@@ -46,8 +46,8 @@ class Plan:
         return self.resolved.config
 
 
-def make_plan(resolved: ResolvedConfig) -> Plan:
-    """Check a configuration and make its schedule.
+def make_plan(resolved: ResolvedConfig, *, with_schedule: bool = True) -> Plan:
+    """Check a configuration and make its schedule, which can take some seconds for *fitted*.
 
     Raises:
         ConfigError: with every problem found.
@@ -56,7 +56,7 @@ def make_plan(resolved: ResolvedConfig) -> Plan:
     config, part = resolved.config, resolved.config.disagmoe
     shape, layout = model_shape(config), build_layout(config)
     schedule = None
-    if config.parallelism.mode == "disagmoe":
+    if config.parallelism.mode == "disagmoe" and with_schedule:
         try:
             costs = Profile.load(part.costs).costs() if part.costs else None
             schedule = make_schedule(layout, shape.is_moe_layer, costs=costs, **part.schedule_options())

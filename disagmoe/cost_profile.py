@@ -38,7 +38,7 @@ def gather_profile(resolved: ResolvedConfig, samples: CostSamples) -> Profile | 
     gathered = [sample for sample in everyone if sample is not None]
     if resolved.config.parallelism.mode == "ep":
         return expert_parallel_profile(resolved.config, model_shape(resolved.config), gathered)
-    plan = make_plan(resolved)
+    plan = make_plan(resolved, with_schedule=False)
     config = resolved.config
 
     def activations(index: int) -> float:

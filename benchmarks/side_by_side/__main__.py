@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.emulated_cluster import EmulatedCluster
 from benchmarks.emulated_cluster.nursery import Nursery
 from benchmarks.side_by_side import page
+from benchmarks.side_by_side.fit import wants_costs, with_costs
 from benchmarks.side_by_side.measure import PRELOADED, Launch, launch, quiet_threads
 from benchmarks.side_by_side.preset import Overrides, Preset, System, load_preset, preset_names
 from benchmarks.side_by_side.summary import summarise
@@ -44,6 +45,12 @@ class Bench:
 
     def get(self, cluster: EmulatedCluster, nursery: Nursery, overrides: Overrides, place: str) -> Launch:
         """Measure, or recall what was measured under the same place and configuration."""
+        if wants_costs(overrides):
+
+            def profiled(own: Overrides, path: Path) -> None:
+                launch(cluster, nursery, System(name="costs", title="", overrides=own), num_steps=1, keep_profile=path)
+
+            overrides = with_costs(self.preset, overrides, profiled)
         key = f"{place} {self._steps} {json.dumps(overrides, sort_keys=True)}"
         if key not in self._known:
             system = System(name=place, title=place, overrides=overrides)

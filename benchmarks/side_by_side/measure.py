@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -49,9 +50,12 @@ class Launch:
     """Until the end of the first step, at full speed."""
 
 
-def launch(cluster: EmulatedCluster, nursery: Nursery, system: System, *, num_steps: int) -> Launch:
+def launch(
+    cluster: EmulatedCluster, nursery: Nursery, system: System, *, num_steps: int, keep_profile: Path | None = None
+) -> Launch:
     """Train one step at full speed and `num_steps` under quotas.
 
+    keep_profile: where to put the measured costs.
     Raises:
         RuntimeError: the run failed; with the end of its output.
     """
@@ -76,6 +80,8 @@ def launch(cluster: EmulatedCluster, nursery: Nursery, system: System, *, num_st
             text = log.read_text() if log.exists() else ""
             raise RuntimeError(f"{system.name}: the run failed with exit code {code}:\n{text[-3000:]}")
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+        if keep_profile is not None:
+            shutil.copy(profile, keep_profile)
         node_bytes = [(last - first) / num_steps for first, last in zip(sent[0], sent[-1], strict=True)]
         return _summary(system.overrides, lines, max(node_bytes), profile, times[0] - started)
 

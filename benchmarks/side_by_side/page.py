@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.side_by_side.preset import OURS, Preset
+from benchmarks.side_by_side.preset import Preset
 from benchmarks.side_by_side.summary import DEDUPLICATED
 
 
@@ -34,7 +34,7 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, values in result["systems"].items():
-        if name == OURS:
+        if name not in result["ratios"]:
             ratio, most = "", ""
         else:
             low, high = result["ratio_spread"][name]

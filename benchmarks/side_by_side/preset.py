@@ -4,12 +4,13 @@
     description = "..."
     [cluster]                         nodes, workers_per_node, cpu, nic: as options of benchmarks.emulated_cluster
     [config.SECTION]                  configuration of the trainer that all systems share
-    [systems.NAME]                    title, and either
+    [systems.NAME]                    title, perhaps against = "SYSTEM", and either
         config.SECTION.key = ...          what the system adds to it, or
         tuned = "GRID"                    the fastest of a grid, from NAME_OF_PRESET.tuned.json
     [[grids.GRID]]                    SECTION.key = value or list of values; all combinations of a table are tried
 
-The system `af_pipe` is what the others are compared with.
+The system `af_pipe` is what the others are compared with, unless `against` names another. A *fitted* order is made for
+costs measured in the same layout (see `fit`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class System:
     title: str
     overrides: Overrides
     """Complete: the preset's shared configuration and the system's own."""
+    against: str = OURS
+    """The system that it is compared with."""
 
     @property
     def arguments(self) -> list[str]:
@@ -90,7 +93,8 @@ class Preset:
                         f"python -m benchmarks.side_by_side --preset {self.name} --tune"
                     )
                 own = dict(tuned["grids"][table["tuned"]]["best"]) | own
-            systems.append(System(name=name, title=table["title"], overrides=self.shared | own))
+            against = table.get("against", OURS)
+            systems.append(System(name=name, title=table["title"], overrides=self.shared | own, against=against))
         return sorted(systems, key=lambda system: system.name != OURS)
 
     def candidates(self, grid: str) -> Iterator[Overrides]:
@@ -155,8 +159,9 @@ def layout_text(overrides: Overrides) -> str:
         part = config.disagmoe
         split = ", split backward" if part.split_backward else ""
         depth = f", {part.in_flight} in flight" if part.in_flight else ""
+        placed = f" (placed {' '.join(map(str, part.attn_placement))})" if part.attn_placement else ""
         return (
-            f"{part.attn_depth} x {part.attn_workers} A + {part.ffn_depth} x {part.ffn_workers} F, "
+            f"{part.attn_depth} x {part.attn_workers} A{placed} + {part.ffn_depth} x {part.ffn_workers} F, "
             f"{part.microbatches} micro-batches, {part.schedule}{split}{depth}"
         )
     ep = config.expert_parallel

@@ -31,21 +31,25 @@ def summarise(preset: Preset, systems: Sequence[System], rounds: Rounds) -> dict
         "ratio_spread": {},
         "ceilings": {},
     }
-    if OURS not in rounds:
-        return result
-    for name in measured:
-        if name == OURS:
+    for system in systems:
+        name, ours = system.name, system.against
+        if ours not in measured or name in own_systems(systems):
             continue
-        pairs = [base.step_s / own.step_s for base, own in zip(rounds[name], rounds[OURS], strict=False)]
+        pairs = [base.step_s / own.step_s for base, own in zip(rounds[name], rounds[ours], strict=False)]
         result["ratios"][name] = median(pairs)
         result["ratio_spread"][name] = [min(pairs), max(pairs)]
         result["ceilings"][name] = ceiling(
             wire_share=measured[name]["wire_share"],
-            nic_bytes_ratio=measured[OURS]["nic_bytes"] / max(measured[name]["nic_bytes"], 1.0),
+            nic_bytes_ratio=measured[ours]["nic_bytes"] / max(measured[name]["nic_bytes"], 1.0),
         )
-    if DEDUPLICATED in measured:
-        result["exposed_cut"] = 1 - measured[OURS]["exposed_comm_s"] / measured[DEDUPLICATED]["exposed_comm_s"]
+        if name == DEDUPLICATED:
+            result["exposed_cut"] = 1 - measured[ours]["exposed_comm_s"] / measured[name]["exposed_comm_s"]
     return result
+
+
+def own_systems(systems: Sequence[System]) -> set[str]:
+    """Those that others are compared with."""
+    return {OURS, *(system.against for system in systems)}
 
 
 def ceiling(*, wire_share: float, nic_bytes_ratio: float) -> float:

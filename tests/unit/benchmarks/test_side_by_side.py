@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.side_by_side import page
+from benchmarks.side_by_side import fit, page
 from benchmarks.side_by_side.measure import Launch
-from benchmarks.side_by_side.preset import OURS, Preset, System, layout_text, load_preset, preset_names, resolve
+from benchmarks.side_by_side.preset import OURS, Preset, layout_text, load_preset, preset_names, resolve
 from benchmarks.side_by_side.summary import ceiling, summarise
 from disagmoe.config.checks import build_layout, check_config
+from disagmoe.simulator.profile import HopProfile, Profile, StageProfile
 
 COMPARED = ("paper_like", "long_sequence", "top_k_1", "top_k_2", "top_k_8", "two_level", "imbalanced")
 KEYS = {
@@ -34,14 +35,17 @@ def configured(preset: Preset) -> dict[str, dict[str, object]]:
 def test_presets_are_accepted_by_the_trainer_and_use_every_worker(name: str) -> None:
     preset = load_preset(name)
     overrides = configured(preset)
-    assert {OURS, "ep_equal_experts", "ep_equal_experts_dedup"} <= overrides.keys()
-    assert set(preset.tables) - {OURS} == KEYS
+    ours = {OURS, *(table["against"] for table in preset.tables.values() if "against" in table)}
+    assert {"ep_equal_experts", "ep_equal_experts_dedup"} <= overrides.keys() and ours <= set(preset.tables)
+    assert set(preset.tables) - ours == KEYS
     resolved = {system: resolve(own) for system, own in overrides.items()}
     for system, config in resolved.items():
         check_config(config)
         assert build_layout(config.config).world_size == preset.cluster.world_size, system
-    part, ep = resolved[OURS].config.disagmoe, resolved["ep_equal_experts"].config.expert_parallel
-    assert part.ffn_workers == ep.expert_workers  # equal experts a worker
+    for name in ("ep_equal_experts", "ep_equal_experts_dedup"):
+        against = preset.tables[name].get("against", OURS)
+        part, ep = resolved[against].config.disagmoe, resolved[name].config.expert_parallel
+        assert part.ffn_workers == ep.expert_workers  # equal experts a worker
     grids = {table["tuned"] for table in preset.tables.values() if "tuned" in table}
     assert grids == set(preset.grids)
     for grid in grids:
@@ -49,6 +53,8 @@ def test_presets_are_accepted_by_the_trainer_and_use_every_worker(name: str) -> 
         assert len(candidates) >= 4
         rows = {bool(own.get("expert_parallel.deduplicate", False)) for own in candidates}
         assert rows == {grid.endswith("_dedup")}
+        modes = {own["parallelism.mode"] for own in candidates}
+        assert modes == {"disagmoe" if grid == "af" else "ep"}
 
 
 def test_all_presets_are_tested() -> None:
@@ -73,9 +79,9 @@ ONE = Launch(
 
 def result() -> dict[str, object]:
     preset = load_preset("paper_like")
-    systems = [System(name=name, title=name, overrides=own) for name, own in configured(preset).items()]
+    systems = preset.systems(["af_pipe_equal_experts", "ep_equal_experts", "ep_equal_experts_dedup"])
     rounds = {
-        OURS: [ONE, replace(ONE, step_s=20.0)],
+        "af_pipe_equal_experts": [ONE, replace(ONE, step_s=20.0)],
         "ep_equal_experts": [replace(ONE, step_s=15.0), replace(ONE, step_s=24.0)],
         "ep_equal_experts_dedup": [replace(ONE, step_s=12.0, exposed_comm_s=4.0, nic_bytes=50e6)] * 2,
     }
@@ -111,3 +117,27 @@ def test_pages_are_written_again_in_place(tmp_path: Path) -> None:
     assert once.startswith("# Speed\n\nwords\n")
     assert "| 1.35x (1.20 - 1.50) |" in once
     assert (tmp_path / "speed_paper_like.png").stat().st_size > 1000
+
+
+def test_costs_are_measured_once_and_evened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fitted order of a preset is made for costs measured in the order deep, in which equal layers cost the same."""
+    monkeypatch.setattr(fit, "FOLDER", tmp_path / "a" / "b")
+    fit.FOLDER.mkdir(parents=True)
+    preset = load_preset("paper_like")
+    (system,) = preset.systems(["af_pipe_equal_experts"])
+    launched: list[str] = []
+
+    def profiled(own: dict[str, object], path: Path) -> None:
+        launched.append(str(own["disagmoe.schedule"]))
+        stages = tuple(StageProfile(index=i, forward_s=1.0 + i, backward_s=2.0 + i) for i in range(17))
+        hop = {"forward_bytes": 1.0, "forward_s": 1.0, "backward_bytes": 1.0, "backward_s": 1.0}
+        hops = tuple(HopProfile(index=i, **hop) for i in range(1, 17))
+        Profile(model="bench", seq_len=256, microbatch_samples=2, stages=stages, hops=hops).save(path)
+
+    assert fit.wants_costs(system.overrides)
+    first = fit.with_costs(preset, system.overrides, profiled)
+    assert fit.with_costs(preset, system.overrides, profiled) == first and launched == ["deep"]
+    assert not fit.wants_costs(first)
+    costs = Profile.load(tmp_path / str(first["disagmoe.costs"])).stages
+    # The first stage has the dense layer, the last the head; the others' medians are of stages 2 to 14 and 1 to 15.
+    assert [costs[i].forward_s for i in (0, 2, 14, 1, 15, 16)] == [1.0, 9.0, 9.0, 9.0, 9.0, 17.0]

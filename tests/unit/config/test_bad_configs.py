@@ -103,7 +103,7 @@ BAD = [
         [],
         ["attn_placement = [0, 1]", "each A-group from 0 to 0"],
     ),
-    Bad("type of placement", '[disagmoe]\nattn_placement = "even"', [], ['attn_placement = "even"', "list of integers"]),
+    Bad("placement's type", '[disagmoe]\nattn_placement = "even"', [], ['attn_placement = "even"', "list of integers"]),
     Bad("experts, EP", EP + "expert_workers = 9", [], ["expert_workers = 9", "at most 8, the number of experts"]),
     Bad("ranks, EP", EP + "pipeline_depth = 7", [], ["FILE", "pipeline_depth = 7", "at most 6, the number of layers"]),
     Bad("chunks, EP", EP + "pipeline_depth = 2\nchunks_per_rank = 4", [], ["makes 8 chunks", "chunks_per_rank = 3"]),
