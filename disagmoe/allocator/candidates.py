@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from disagmoe.allocator.question import MAX_WORKERS, Candidate, Question, soft_max
+from disagmoe.allocator.question import MAX_WORKERS, Candidate, Question
 from disagmoe.allocator.tables import Tables
 from disagmoe.simulator.roofline import Recompute
 
@@ -76,17 +76,17 @@ def _some(values: list[int]) -> list[int]:
 def _of_width(tables: Tables, replicas: int, attn_workers: int, cutoff_s: float) -> Iterator[Ranked]:
     question = tables.question
     m = question.microbatches(attn_workers, replicas)
-    u = tables.samples
     if not question.covers(attn_workers, replicas, m):
         return
+    samples = question.samples_of(replicas, m)
     budget = tables.gpus // replicas
     depths = [
         p
         for p, attn in tables.attn_depths.items()
         if p * attn_workers < budget
         and replicas * p * attn_workers <= tables.attn_gpus
-        and m * attn.work_s <= cutoff_s
-        and min(tables.capacity[0] - fixed for fixed, _ in attn.memory) > 0
+        and m * max(seconds for seconds, _ in attn.work) <= cutoff_s
+        and attn.least_bytes <= tables.capacity[0]
     ]
     if not depths:
         return
@@ -98,7 +98,7 @@ def _of_width(tables: Tables, replicas: int, attn_workers: int, cutoff_s: float)
             if not question.pins.allow("ffn_depth", ffn_depth):
                 continue
             layers = tables.ffn_layers(ffn_depth)
-            work_s, state = m * layers * attn_workers * u * ffn.compute_s, layers * ffn.state_bytes
+            work_s, state = m * layers * samples * ffn.compute_s, layers * ffn.state_bytes
             if work_s > cutoff_s or state > tables.capacity[1]:
                 continue
             for depth in depths:
@@ -109,4 +109,4 @@ def _of_width(tables: Tables, replicas: int, attn_workers: int, cutoff_s: float)
                     replicas=replicas, microbatches=m, recompute=tables.recompute, site=tables.site,
                 )  # fmt: skip
                 if question.fills_nodes(found) and (terms := tables.terms_s(found)) and max(terms) <= cutoff_s:
-                    yield Ranked(soft_max(terms, found), found, max(terms))
+                    yield Ranked(tables.estimate_s(found, terms), found, max(terms))

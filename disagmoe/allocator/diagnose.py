@@ -82,9 +82,9 @@ def _ffn_depths(question: Question) -> list[int]:
 def _missing(tables: Tables, c: Candidate) -> tuple[float, float]:
     """Bytes that A- and F-workers lack; negative where they have some left."""
     layers, ffn = tables.ffn_layers(c.ffn_depth), tables.ffn_workers[c.ffn_workers]
-    attn = max(fixed + kept for fixed, kept in tables.attn_depths[c.attn_depth].memory)
-    samples = c.attn_workers * tables.samples
-    once = layers * (ffn.state_bytes + samples * ffn.kept_bytes) + samples * ffn.passing_bytes
+    attn = tables.attn_depths[c.attn_depth].least_bytes
+    samples = tables.question.samples(c)
+    once = layers * (ffn.state_bytes + samples * ffn.kept_bytes) + samples * ffn.passing_bytes + ffn.matrix_bytes
     return attn - tables.capacity[0], once - tables.capacity[1]
 
 

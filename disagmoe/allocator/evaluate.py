@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from disagmoe.allocator.memory import GroupMemory, group_memories
 from disagmoe.allocator.question import Candidate, Question, soft_max
@@ -19,6 +20,14 @@ from disagmoe.simulator.roofline import AFRoofline, Job
 
 SCHEDULES = ("deep", "plain")
 """That need no measured costs."""
+
+
+class Placement(NamedTuple):
+    """A candidate and how its workers share nodes and their NICs."""
+
+    candidate: Candidate
+    rank_order: str
+    nics: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,10 @@ class Placed:
     sync_s: float
     room_override: tuple[float, ...] = ()
     """`room` of the whole model, where this is a part of it."""
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.candidate, self.rank_order, self.nics)
 
     @cached_property
     def group_of_stage(self) -> tuple[int, ...]:
@@ -95,9 +108,10 @@ def _terms_s(placed: Placed) -> tuple[float, float, float]:
     ready, after = [0.0] * (last + 1), [0.0] * (last + 1)
     for s in range(1, last + 1):
         ready[s] = ready[s - 1] + costs.forward_s[s - 1] + costs.forward_hop[s].alone_s
-        back_s = min(costs.backward_s[s - 1], costs.backward_input_s[s - 1])
+        back_s = (costs.backward_input_s if _may_split(placed) else costs.backward_s)[s - 1]
         after[s] = after[s - 1] + back_s + costs.backward_hop[s - 1].alone_s
-    chain = ready[last] + costs.forward_s[last] + costs.backward_s[last] + after[last]
+    back_s = (costs.backward_input_s if _may_split(placed) else costs.backward_s)[last]
+    chain = ready[last] + costs.forward_s[last] + back_s + after[last]
     busy, link, kept = chain, 0.0, 0.0
     for group, (memory, room) in enumerate(zip(placed.memories, placed.room, strict=True)):
         own = [stage for stage, of in enumerate(groups) if of == group]
@@ -131,8 +145,12 @@ def _link_s(costs: StageCosts, own: Sequence[int], last: int) -> float:
 
 def place(question: Question, candidate: Candidate) -> Placed:
     """The packing and NIC share with the least estimate; of equals the first."""
-    found = [make_placed(question, candidate, order, nics) for order, nics in packings(question, candidate)]
-    return min(found, key=lambda placed: placed.estimate_s)
+    return min(placements(question, candidate), key=lambda placed: placed.estimate_s)
+
+
+def placements(question: Question, candidate: Candidate) -> Iterator[Placed]:
+    """All packings and NIC shares."""
+    yield from (make_placed(question, candidate, order, nics) for order, nics in packings(question, candidate))
 
 
 def packings(question: Question, candidate: Candidate) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -254,6 +272,7 @@ def _schedule(placed: Placed, name: str, split: bool, in_flight: int) -> Schedul
         split=split,
         num_microbatches=placed.candidate.microbatches,
         in_flight=in_flight,
+        check=False,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from disagmoe.allocator.candidates import all_tables, attn_worker_counts, coarse, replica_counts
 from disagmoe.allocator.question import Candidate, Question
-from disagmoe.allocator.tables import INFEASIBLE, Tables
+from disagmoe.allocator.tables import INFEASIBLE, AttnDepth, FfnDepth, FfnWorkers, Tables
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 TICKS = 10_000
@@ -83,14 +83,15 @@ class _Model:
     def solve(self, cutoff_s: float | None) -> Solution | None:
         """The least bound below `cutoff_s`; None where there is none."""
         tables = self.tables
-        if not (tables.attn_depths and tables.ffn_workers and replica_counts(tables)):
+        depths = [t for t in tables.attn_depths.values() if t.least_bytes <= tables.capacity[0]]
+        if not (depths and tables.ffn_depths and tables.ffn_workers and replica_counts(tables)):
             return None
         widest = attn_worker_counts(tables, min(replica_counts(tables)))
         if not widest:
             return None
         smallest = min(t.compute_s for t in tables.ffn_workers.values())
         upper_s = min(self._upper_s(), INFEASIBLE if cutoff_s is None else cutoff_s)
-        self.tick_s = max(smallest / TICKS * max(1, tables.samples), upper_s / MOST_TICKS)
+        self.tick_s = max(smallest / TICKS, upper_s / MOST_TICKS)
         self.horizon = int(upper_s / self.tick_s) + 2
         self._variables(widest)
         self._batch_and_gpus()
@@ -122,11 +123,11 @@ class _Model:
     def _variables(self, widths: Sequence[int]) -> None:
         tables, question = self.tables, self.question
         self.replicas = self._of(replica_counts(tables), "R")
-        self.attn_depth = self._of(list(tables.attn_depths), "p_A")
+        self.attn_depth_keys = [p for p, t in tables.attn_depths.items() if t.least_bytes <= tables.capacity[0]]
+        self.attn_depth = self._of(self.attn_depth_keys, "p_A")
         self.attn_workers = self._of(widths, "M")
         self.ffn_workers = self._of(list(tables.ffn_workers), "N")
-        depths = range(1, min(question.num_moe, tables.ffn_gpus) + 1)
-        self.ffn_depth = self._of([p for p in depths if question.pins.allow("ffn_depth", p)], "p_F")
+        self.ffn_depth = self._of(list(tables.ffn_depths), "p_F")
         self.count = self._int(1, question.pins.microbatches or question.job.global_batch, "m")
         self.time = self._int(1, self.horizon, "T")
 
@@ -165,7 +166,7 @@ class _Model:
         else:
             model.add(self.attn_gpus == size * self._int(1, tables.attn_gpus // size))
             model.add(self.ffn_gpus == size * self._int(1, tables.ffn_gpus // size))
-        # m M u is at least a replica's share of the batch, m one less is too few.
+        # m M u is at least a replica's share of the batch, m one less is too few; some worker has u.
         batch, u = question.job.global_batch, tables.samples
         share = self._int(1, batch)
         most = batch + max(tables.attn_gpus, 1) * u
@@ -174,114 +175,127 @@ class _Model:
         covered = self._product([self.count, self.attn_workers], most)
         model.add(u * covered >= share)
         model.add(u * covered - u * self.attn_workers < share)
+        self.samples = self._int(1, batch, "S")
+        shared = self._product([self.count, self.samples], 2 * batch)
+        model.add(shared >= share)
+        model.add(shared - self.count < share)
+        model.add(self.samples > (u - 1) * self.attn_workers)
         if question.pins.microbatches is not None:
             model.add(self.count == question.pins.microbatches)
 
     def _memory(self) -> None:
-        """Of every group of the A side and of the fullest F-group; `room` has SHARE parts a micro-batch."""
+        """Of both roles' fullest groups; `room`, of F-groups, has SHARE parts a micro-batch."""
         tables, model = self.tables, self.model
         self.room = self._int(SHARE, SHARE * 4096, "K")
-        keys = list(tables.attn_depths)
-        for place in range(max(len(t.memory) for t in tables.attn_depths.values())):
-            memory = {p: t.memory[min(place, len(t.memory) - 1)] for p, t in tables.attn_depths.items()}
-            fixed = self._lookup(self.attn_depth, keys, lambda p, m=memory: m[p][0] / MIB)  # type: ignore[misc]
-            kept = self._lookup(self.attn_depth, keys, lambda p, m=memory: m[p][1] / MIB)  # type: ignore[misc]
-            free = int(tables.capacity[0] / MIB)
-            used = self._product([self.room, kept], SHARE * free)
-            model.add(used + SHARE * fixed <= SHARE * free)
         workers = list(tables.ffn_workers)
         state = self._lookup(self.ffn_workers, workers, lambda n: tables.ffn_workers[n].state_bytes / MIB)
         kept = self._lookup(
-            self.ffn_workers, workers, lambda n: tables.ffn_workers[n].kept_bytes * tables.samples / MIB * SHARE
+            self.ffn_workers, workers, lambda n: tables.ffn_workers[n].kept_bytes / MIB * SHARE
         )
         free = int(tables.capacity[1] / MIB)
-        depths = range(1, self.question.num_moe + 1)
-        self.ffn_layers = self._lookup(self.ffn_depth, depths, tables.ffn_layers)
+        self.ffn_layers = self._lookup(self.ffn_depth, list(tables.ffn_depths), lambda p: tables.ffn_depths[p].layers)
         fixed = self._product([self.ffn_layers, state], free)
-        used = self._product([self.ffn_layers, self.attn_workers, kept], SHARE * free)
+        used = self._product([self.ffn_layers, self.samples, kept], SHARE * free)
         alive = self._product([used, self.room], SHARE * SHARE * free)
         passing = self._lookup(
-            self.ffn_workers, workers, lambda n: tables.ffn_workers[n].passing_bytes * tables.samples / MIB * SHARE
+            self.ffn_workers, workers, lambda n: tables.ffn_workers[n].passing_bytes / MIB * SHARE
         )
-        once = self._product([self.attn_workers, passing], SHARE * free)
+        matrix = self._lookup(self.ffn_workers, workers, lambda n: tables.ffn_workers[n].matrix_bytes / MIB * SHARE)
+        once = self._product([self.samples, passing], SHARE * free) + matrix
         model.add(alive + SHARE * once + SHARE * SHARE * fixed <= SHARE * SHARE * free)
 
     def _ticks(self, seconds: float) -> int:
         return int(seconds / self.tick_s)
 
+    def _by_attn_depth(self, value: Callable[[AttnDepth], float]) -> Any:
+        depths = self.tables.attn_depths
+        return self._lookup(self.attn_depth, self.attn_depth_keys, lambda p: value(depths[p]))
+
+    def _by_ffn_depth(self, value: Callable[[FfnDepth], float]) -> Any:
+        depths = self.tables.ffn_depths
+        return self._lookup(self.ffn_depth, list(depths), lambda p: value(depths[p]))
+
+    def _by_ffn_workers(self, seconds: Callable[[FfnWorkers], float]) -> Any:
+        """Ticks of a sample."""
+        table = self.tables.ffn_workers
+        return self._lookup(self.ffn_workers, list(table), lambda n: seconds(table[n]) / self.tick_s)
+
     def _compute_terms(self) -> None:
         tables, model, high = self.tables, self.model, self.horizon
-        work = self._lookup(
-            self.attn_depth, list(tables.attn_depths), lambda p: tables.attn_depths[p].work_s / self.tick_s
+        work, ahead, through = (
+            self._product([self.samples, self._by_ffn_workers(part)], high)
+            for part in (lambda t: t.compute_s, lambda t: t.ahead_s, lambda t: t.through_s)
         )
-        layer = self._lookup(
-            self.ffn_workers,
-            list(tables.ffn_workers),
-            lambda n: tables.ffn_workers[n].compute_s * tables.samples / self.tick_s,
-        )
-        a = self._ticks(tables.attn_layer_s)
-        f = self._product([self.attn_workers, layer], high)
-        most = self.question.num_moe
-        ahead = self._lookup(self.attn_depth, list(tables.attn_depths), lambda p: min(p, most) - 1)
-        model.add(self.time >= self._product([self.count, work], high) + a * ahead + self._product([ahead, f], high))
-        turns = self._product([self.count, self.ffn_layers, f], high)
-        fill = self._product([self.ffn_depth, f], high)
-        model.add(self.time >= turns + a * self.ffn_depth + fill - f)
-        chain = self._int(0, high)
-        model.add(chain == self._ticks(tables.chain_attn_s) + most * f)
-        model.add(self.time >= chain)
-        alive = self._product([self.count, chain], 8192 * high)
-        model.add(2 * self._product([self.time, self.room], SHARE * 4096 * high) >= SHARE * alive)
+        a, tick = self._ticks(tables.attn_ahead_s), self.tick_s
+        for place in range(max(len(t.work) for t in tables.attn_depths.values())):
+            own = self._by_attn_depth(lambda t, i=place: t.work[min(i, len(t.work) - 1)][0] / tick)  # type: ignore[misc]
+            before = self._by_attn_depth(lambda t, i=place: t.work[min(i, len(t.work) - 1)][1])  # type: ignore[misc]
+            fill = a * before + self._product([before, ahead], high)
+            model.add(self.time >= self._product([self.count, own], high) + fill)
+        before = self._by_ffn_depth(lambda t: t.ahead)
+        turns = self._product([self.count, self.ffn_layers, work], high)
+        model.add(self.time >= turns + a * before + a + self._product([before, ahead], high))
+        model.add(self.time >= self._ticks(tables.chain_attn_s) + self.question.num_moe * through)
+        self._life_terms(through)
+
+    def _life_terms(self, through: Any) -> None:
+        """Time for which activations need the room that they take."""
+        tables, model, high, tick = self.tables, self.model, self.horizon, self.tick_s
+        for place in range(max(len(t.life) for t in tables.attn_depths.values())):
+            own = self._by_attn_depth(lambda t, i=place: t.life[min(i, len(t.life) - 1)][0] / tick)  # type: ignore[misc]
+            times = self._by_attn_depth(
+                lambda t, i=place: t.life[min(i, len(t.life) - 1)][1] * SHARE * SHARE  # type: ignore[misc]
+            )
+            both = self._int(0, 2 * SHARE * SHARE * high)
+            model.add(both == SHARE * SHARE * own + self._product([times, through], SHARE * SHARE * high))
+            model.add(SHARE * SHARE * self.time >= self._product([self.count, both], SHARE * SHARE * high))
+        own = self._by_ffn_depth(lambda t: t.life[0] / tick)
+        times = self._by_ffn_depth(lambda t: t.life[1] * SHARE)
+        both = self._int(0, 8192 * SHARE * high)
+        model.add(both == SHARE * own + self._product([times, through], 4096 * SHARE * high))
+        alive = self._product([self.count, both], 8192 * SHARE * high)
+        model.add(self._product([self.time, self.room], SHARE * 4096 * high) >= alive)
 
     def _link_terms(self) -> None:
         tables, model, high = self.tables, self.model, self.horizon
-        workers = list(tables.ffn_workers)
-        table = tables.ffn_workers
-        attn = self._lookup(self.ffn_workers, workers, lambda n: table[n].attn_link_s * tables.samples / self.tick_s)
-        ffn = self._lookup(self.ffn_workers, workers, lambda n: table[n].ffn_link_s * tables.samples / self.tick_s)
-        layers = self._lookup(self.attn_depth, list(tables.attn_depths), lambda p: tables.attn_depths[p].layers)
         leaving = self._leaving()
-        attn_time = self._product([self.count, layers, attn], 64 * high)
-        ffn_time = self._product([self.count, self.ffn_layers, self.attn_workers, ffn], 64 * high)
+        # Times 2 SHARE: half layers, and q in SHARE parts.
+        scale = 2 * SHARE
+        halves = self._by_attn_depth(lambda t: t.half_layers)
+        attn_link = self._by_ffn_workers(lambda t: tables.samples * t.attn_leave_s)
+        attn_time = self._product([self.count, halves, leaving, attn_link], scale * high * max(tables.gpus, 1))
+        ffn_link = self._by_ffn_workers(lambda t: 2 * t.ffn_leave_s)
+        ffn_time = self._product(
+            [self.count, self.ffn_layers, self.samples, leaving, ffn_link], scale * high * max(tables.gpus, 1)
+        )
         if tables.pools[0].nics.pooled and tables.site.shared:
-            both = self._product([attn_time, self.attn_workers], 64 * 1024 * high)
-            both += self._product([ffn_time, self.ffn_workers], 64 * 1024 * high)
-            total = self._int(0, 128 * 1024 * high)
-            model.add(total == both)
-            width = self._int(2, 1024)
-            model.add(width == self.attn_workers + self.ffn_workers)
-            model.add(
-                SHARE * self._product([self.time, width], 1024 * high)
-                >= self._product([total, leaving], 128 * 1024 * SHARE * high)
-            )
+            width = self._int(2, tables.gpus)
+            model.add(width == self.attn_gpus + self.ffn_gpus)
+            most = scale * high * tables.gpus
+            used = self._product([attn_time, self.attn_gpus], most) + self._product([ffn_time, self.ffn_gpus], most)
+            model.add(scale * self._product([self.time, width], tables.gpus * high) >= used)
             return
         for used in (attn_time, ffn_time):
-            model.add(SHARE * self.time >= self._product([used, leaving], 64 * SHARE * high))
+            model.add(scale * self.time >= used)
 
     def _leaving(self) -> Any:
-        """q in SHARE parts: 0 where a replica fits into a node, else by M + N and whether each role has one group."""
+        """q in SHARE parts: 0 where a replica fits into a node, else by M + N."""
         tables, model = self.tables, self.model
         if not tables.site.shared:
             return model.new_constant(SHARE)
-        single = model.new_bool_var("depth 1")
-        model.add(self.attn_depth + self.ffn_depth == 2).only_enforce_if(single)
-        model.add(self.attn_depth + self.ffn_depth >= 3).only_enforce_if(~single)
-        width = self._int(2, 2 * (max(tables.attn_gpus, tables.ffn_gpus) + 1))
+        most = 2 * (max(tables.attn_gpus, tables.ffn_gpus) + 1)
+        width = self._int(2, most)
         model.add(width == self.attn_workers + self.ffn_workers)
         size = tables.pools[0].gpus_per_node
-        most = 2 * (max(tables.attn_gpus, tables.ffn_gpus) + 1)
-        nodes = [max(1, -(-w // size)) for w in range(most + 1)]
-        deep, flat, share = self._int(0, SHARE), self._int(0, SHARE), self._int(0, SHARE)
-        model.add_element(width, [int(SHARE * (1 - 0.5 / n)) for n in nodes], deep)
-        model.add_element(width, [int(SHARE * (1 - 1 / n)) for n in nodes], flat)
+        spread, share = self._int(0, SHARE), self._int(0, SHARE)
+        model.add_element(width, [max(0, int(SHARE * (1 - size / max(w, 1)))) for w in range(most + 1)], spread)
         replica = self._product([self.attn_depth, self.attn_workers], tables.attn_gpus)
         replica += self._product([self.ffn_depth, self.ffn_workers], tables.ffn_gpus)
         inside = model.new_bool_var("replica in a node")
         model.add(replica <= size).only_enforce_if(inside)
         model.add(replica > size).only_enforce_if(~inside)
         model.add(share == 0).only_enforce_if(inside)
-        model.add(share == flat).only_enforce_if(single, ~inside)
-        model.add(share == deep).only_enforce_if(~single, ~inside)
+        model.add(share == spread).only_enforce_if(~inside)
         return share
 
     # -- solving --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from disagmoe.allocator.evaluate import Outcome
+from disagmoe.allocator.evaluate import SCHEDULES, Outcome
 from disagmoe.allocator.search import CLOSE, Answer
 from disagmoe.layout import Role
 
@@ -111,12 +111,17 @@ def schedule_name(outcome: Outcome) -> str:
 
 def sure(answer: Answer) -> str:
     """How good the answer is, in words."""
+    tried = " or ".join(name for name in SCHEDULES if answer.question.pins.allow("schedule", name))
     if answer.status == "optimal":
-        return "no other layout's step can be shorter under these schedules (bound)"
+        return (
+            f"the shortest step of all layouts with {tried} and {answer.question.microbatch_samples} sample(s) of a "
+            "micro-batch on an A-worker: each of the others was simulated and is no shorter, or its bound is not"
+        )
     solver = "proved" if answer.solution.status == "optimal" else f"not proved (gap {answer.solution.gap:.1%})"
     return (
-        f"not proved the best: others may be up to {answer.gap:.0%} shorter by their bounds; "
-        f"{len(answer.outcomes)} simulated; least bound of all layouts {answer.solution.step_s:.4g} s, {solver}"
+        "not proved the best: by the bounds of what was not simulated, this step is at most "
+        f"{answer.gap:.0%} longer than any layout's with {tried}; {len(answer.outcomes)} layouts simulated; "
+        f"least bound of all {answer.solution.step_s:.4g} s, {solver}"
     )
 
 

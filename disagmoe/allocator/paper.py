@@ -58,7 +58,7 @@ def _of_width(tables: Tables, replicas: int, attn_workers: int) -> Iterator[Pape
                 attn_depth=depth, ffn_depth=depth, attn_workers=attn_workers, ffn_workers=workers, replicas=replicas,
                 microbatches=m, recompute=tables.recompute, site=tables.site,
             )  # fmt: skip
-            if not question.fills_nodes(c) or tables.room(c) < 1:
+            if not question.fills_nodes(c) or not tables.fits(c):
                 continue
             # Forward seconds of a layer and a sample, spread over the pool's workers.
             pipelines = replicas * depth

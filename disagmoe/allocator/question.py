@@ -114,10 +114,16 @@ UNEQUAL = 1.1
 """What the generators lose where depths differ."""
 
 
+KEPT = 2.0
+"""Schedules keep a micro-batch's room until all of it is through, about twice as long as they must on average."""
+
+
 def soft_max(terms: Sequence[float], candidate: Candidate) -> float:
-    """The POWER-norm of what limits a step, times UNEQUAL where depths differ."""
+    """The POWER-norm of what limits a step (compute, memory, links), times UNEQUAL where depths differ."""
+    work, kept, link = terms
     unequal = candidate.attn_depth != candidate.ffn_depth
-    return sum(term**POWER for term in terms) ** (1 / POWER) * (UNEQUAL if unequal else 1.0)
+    size = work**POWER + (KEPT * kept) ** POWER + link**POWER
+    return size ** (1 / POWER) * (UNEQUAL if unequal else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +191,12 @@ class Question:
         return max(1, -(-share // (attn_workers * self.microbatch_samples)))
 
     def covers(self, attn_workers: int, replicas: int, microbatches: int) -> bool:
-        """Whether so many micro-batches of u samples a worker take a replica's share of the batch; one less, not."""
+        """Whether so many micro-batches of u samples a worker take a replica's share of the batch; one less, not; and
+        some worker has u."""
+        samples = self.samples_of(replicas, microbatches)
         share = -(-self.job.global_batch // replicas)
         most = attn_workers * self.microbatch_samples
-        return share <= microbatches * most and (microbatches - 1) * most < share
+        return most - attn_workers < samples <= most and (microbatches - 1) * most < share
 
     def allows(self, c: Candidate) -> bool:
         """Whether a layout is within the cluster, the pins and the runtime's rules; memory is another question."""
@@ -208,8 +216,11 @@ class Question:
 
     def samples(self, candidate: Candidate) -> int:
         """Of the largest micro-batch."""
-        share = -(-self.job.global_batch // candidate.replicas)
-        return -(-share // candidate.microbatches)
+        return self.samples_of(candidate.replicas, candidate.microbatches)
+
+    def samples_of(self, replicas: int, microbatches: int) -> int:
+        share = -(-self.job.global_batch // replicas)
+        return -(-share // microbatches)
 
     def cluster_for(self, candidate: Candidate) -> Cluster:
         """The nodes that a candidate uses, in rank order."""

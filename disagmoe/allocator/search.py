@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from disagmoe.allocator.candidates import all_tables, within
-from disagmoe.allocator.evaluate import SCHEDULES, Outcome, Placed, place, shortened, simulate_placed
+from disagmoe.allocator.evaluate import SCHEDULES, Outcome, Placed, Placement, placements, shortened, simulate_placed
 from disagmoe.allocator.milp import Solution, solve
 from disagmoe.allocator.question import Candidate, Question
 
@@ -24,6 +24,8 @@ ALIKE = 2
 """Of these with the same depths and replicas."""
 ACTIONS = 120_000
 """Compute actions that are scheduled and simulated with fewer layers, and again with all, at most."""
+CHEAP = ACTIONS // 20
+"""Of one candidate in one packing under all schedules: then none is left out but for its bound."""
 UNEQUAL_EFFORT = 4
 """Orders for unequal depths are searched among more waves."""
 FINALISTS = 3
@@ -46,7 +48,8 @@ class Answer:
     solution: Solution
     """Of the model without simulation."""
     least_s: float
-    """No candidate that was not simulated can have a shorter step."""
+    """Nothing that was not simulated can have a shorter step: no other candidate, nor a candidate of `outcomes` in
+    another packing or under another of `SCHEDULES`, where not all of these were simulated."""
 
     @property
     def best(self) -> Outcome:
@@ -54,12 +57,12 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """By which the simulated step may be longer than that of the best candidate, at most."""
+        """By which the best simulated step may be longer than the shortest there is, at most."""
         return max(0.0, self.best.step_s / min(self.least_s, self.best.step_s) - 1)
 
     @property
     def status(self) -> Status:
-        """`optimal` among all candidates under the schedules tried, or only the best of those simulated."""
+        """`optimal` among all candidates, packings and `SCHEDULES`, or only the best of what was simulated."""
         return "optimal" if self.gap == 0 and self.solution.status == "optimal" else "feasible"
 
 
@@ -86,12 +89,12 @@ def allocate(question: Question) -> Answer:
 
 
 def _placed(question: Question, likely_s: float) -> tuple[list[Placed], float]:
-    """The likeliest candidates with packings and costs, likeliest first, with bounds up to `likely_s`, or all if none
-    of these fits; and the least bound of all others."""
+    """The likeliest candidates in all packings, with costs, likeliest first, with bounds up to `likely_s`, or all if
+    none of these fits; and the least bound of all others."""
     tables = all_tables(question)
     for cutoff_s in (likely_s, float("inf")):
         ranked = sorted(r for table in tables for r in within(table, cutoff_s))
-        found = [p for r in ranked[:MAX_PLACED] if (p := place(question, r.candidate)).fits]
+        found = [p for r in ranked[:MAX_PLACED] for p in placements(question, r.candidate) if p.fits]
         if found:
             break
     else:
@@ -102,55 +105,73 @@ def _placed(question: Question, likely_s: float) -> tuple[list[Placed], float]:
 
 def _simulated(question: Question, solution: Solution, placed: list[Placed], others_s: float) -> Answer:
     names = [name for name in SCHEDULES if question.pins.allow("schedule", name)]
+    splits = [split for split in (False, True) if question.pins.allow("split_backward", split)]
     best: dict[Candidate, Outcome] = {}
+    complete: set[Placement] = set()
     effort = 0
-    for trial in _screened(placed, names):
+    for trial in _screened(placed, names, splits):
         p = trial.placed
         shortest = min((o.step_s for o in best.values()), default=float("inf"))
-        if p.bound_s >= shortest or (len(best) >= FINALISTS and effort + _effort(p, trial.names) > ACTIONS):
+        size = _effort(p, trial.names, trial.splits)
+        if p.bound_s >= shortest or (len(best) >= FINALISTS and effort + size > ACTIONS):
             continue
-        effort += _effort(p, trial.names)
-        split = question.pins.split_backward is True
-        outcome = simulate_placed(p, trial.names, split=split, in_flight=trial.in_flight)
-        if outcome is not None:
-            best[p.candidate] = outcome
+        effort += size
+        for split in trial.splits:
+            _keep(best, simulate_placed(p, trial.names, split=split, in_flight=trial.in_flight))
+        if (trial.names, trial.splits) == (names, splits):
+            complete.add(p.placement)
     if not best:
         raise NothingFits("no layout fits")
-    least_s = min([others_s, *(p.bound_s for p in placed if p.candidate not in best)])
-    if question.pins.split_backward is None:
-        for whole in sorted(best.values(), key=_order)[:SPLIT]:
-            halves = simulate_placed(whole.placed, [whole.schedule], split=True, in_flight=whole.in_flight or None)
-            best[whole.placed.candidate] = min(whole, halves or whole, key=lambda o: o.step_s)
+    if len(splits) > 1:
+        for whole in sorted((o for o in best.values() if o.placed.placement not in complete), key=_order)[:SPLIT]:
+            limit = whole.in_flight or None
+            _keep(best, simulate_placed(whole.placed, [whole.schedule], split=True, in_flight=limit))
     return Answer(
-        question=question, outcomes=tuple(sorted(best.values(), key=_order)), solution=solution, least_s=least_s
+        question=question,
+        outcomes=tuple(sorted(best.values(), key=_order)),
+        solution=solution,
+        least_s=min([others_s, *(p.bound_s for p in placed if p.placement not in complete)]),
     )
+
+
+def _keep(best: dict[Candidate, Outcome], outcome: Outcome | None) -> None:
+    """Of a candidate's outcomes the fastest."""
+    if outcome is not None:
+        before = best.get(outcome.placed.candidate, outcome)
+        best[outcome.placed.candidate] = min(before, outcome, key=lambda o: o.step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """A candidate to simulate in full, as simulating fewer layers suggests."""
+    """A candidate in one packing to simulate with all layers, and the schedules to do it with."""
 
     estimate_s: float
     placed: Placed
     names: list[str]
-    in_flight: int | None
+    splits: list[bool]
+    in_flight: int | None = None
 
 
-def _screened(placed: Sequence[Placed], names: list[str]) -> list[_Trial]:
-    """The likeliest candidates by what simulating fewer layers says of their step, shortest first; where a model has
-    few layers, all of them by their own estimates."""
+def _screened(placed: Sequence[Placed], names: list[str], splits: list[bool]) -> list[_Trial]:
+    """The likeliest candidates, each in its likeliest packing, by what simulating fewer layers says of their step,
+    shortest first; where simulating is cheap, all of them in all packings under all schedules, by their estimates."""
     trials: list[_Trial] = []
     effort, shortest = 0, float("inf")
     kinds: Counter[tuple[int, int, int]] = Counter()
+    seen: set[Candidate] = set()
     for p in placed:
-        part = shortened(p, rounds=max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth)))
-        if part is None:
-            trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, in_flight=None))
+        if _effort(p, names, splits) <= CHEAP:
+            trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, splits=splits))
             continue
         kind = (p.candidate.attn_depth, p.candidate.ffn_depth, p.candidate.replicas)
-        if p.bound_s >= shortest or len(trials) >= SCREENED or kinds[kind] >= ALIKE:
+        if p.bound_s >= shortest or len(trials) >= SCREENED or kinds[kind] >= ALIKE or p.candidate in seen:
             continue
         kinds[kind] += 1
+        seen.add(p.candidate)
+        part = shortened(p, rounds=max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth)))
+        if part is None:
+            trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, splits=splits[:1]))
+            continue
         if trials and effort + _effort(part, names[:1]) > ACTIONS:
             break
         effort += _effort(part, names[:1])
@@ -158,14 +179,16 @@ def _screened(placed: Sequence[Placed], names: list[str]) -> list[_Trial]:
         if outcome is not None:
             estimate = p.bound_s * max(1.0, outcome.step_s / part.bound_s)
             shortest = min(shortest, estimate)
-            in_flight = outcome.in_flight or None
-            trials.append(_Trial(estimate_s=estimate, placed=p, names=[outcome.schedule], in_flight=in_flight))
+            limit = outcome.in_flight or None
+            trials.append(
+                _Trial(estimate_s=estimate, placed=p, names=[outcome.schedule], splits=splits[:1], in_flight=limit)
+            )
     return sorted(trials, key=lambda trial: (trial.estimate_s, trial.placed.candidate))
 
 
-def _effort(placed: Placed, names: Sequence[str]) -> int:
+def _effort(placed: Placed, names: Sequence[str], splits: Sequence[bool] = (False,)) -> int:
     c = placed.candidate
-    size = 2 * len(placed.group_of_stage) * c.microbatches * len(names)
+    size = 2 * len(placed.group_of_stage) * c.microbatches * len(names) * len(splits)
     return size * UNEQUAL_EFFORT if c.attn_depth != c.ffn_depth else size
 
 

@@ -6,19 +6,24 @@ No step of a layout can be shorter, whatever its schedule, than each of (all tim
     fill + m l_F(p_F) M F(N)     compute of an F-group: l_F layers, F(N) a layer and a sample of each A-worker
     chain                        one micro-batch through all stages and back
     m l_A(p_A) V_A(N) q          an A-worker's NIC, the busier direction: V_A a layer; q: share that leaves the node
-    m l_F(p_F) M V_F(N) q        an F-worker's NIC
-    m (chain / 2) / K            memory has room for K micro-batches in all stages; kept half the time on average
+    m l_F(p_F) S V_F(N) q        an F-worker's NIC
+    m life / K                   memory has room for K micro-batches in all stages of a group; each stays for `life` on
+                                 average over these stages, from there to the end of the chain and back
 
-`fill` is the time before a group's first input can be there and after its last gradient has left: (2 p - 1) (3 f + 2 c)
-for p_A = p_F = p, as in the schedule *deep* (transfers are left out here). The first two terms are the paper's T_a and
-T_f with the backward counted, the next two its V / (NICs B).  With NICs that both roles of a node
-may share in any proportion, the two NIC terms become one: all bytes of a node over all its NICs.
+`fill` is the time before a group's first input can be there and after its last gradient has left; where backwards may
+be split only the way there counts, as weight gradients can be computed meanwhile (transfers are left out here). The
+first two terms are the paper's T_a and T_f with the backward counted, the next two its V / (NICs B).  With NICs that
+both roles of a node may share in any proportion, the two NIC terms become one: all bytes of a node over all its NICs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from math import inf
+from typing import TypeVar
 
 from disagmoe.allocator.memory import (
     ffn_buffer_bytes,
@@ -27,24 +32,40 @@ from disagmoe.allocator.memory import (
     stage_kept_bytes,
     stage_passing_bytes,
 )
-from disagmoe.allocator.question import MAX_WORKERS, Candidate, Question, Site
+from disagmoe.allocator.question import MAX_WORKERS, Candidate, Question, Site, soft_max
 from disagmoe.layout import Layout, Role, build_stages, split_evenly
 from disagmoe.simulator.roofline import BYTES, AFRoofline, Compute, Recompute, Seconds
 from disagmoe.simulator.routing import PAIR_BYTES, TOKEN_BYTES, hit_probability
 
-INFEASIBLE = float("inf")
+INFEASIBLE = inf
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttnDepth:
-    """A-groups of one depth, all times a micro-batch of u samples a worker."""
+    """A-groups of one depth, all a micro-batch of u samples a worker. Of pairs, those that no other exceeds in both."""
 
-    work_s: float
-    """Compute of the fullest group."""
+    work: tuple[tuple[float, int], ...]
+    """By group that may be the last: seconds of compute; A-F pairs of stages before its first."""
+    half_layers: int
+    """Messages one way that the busiest group's NICs see, two a MoE layer."""
+    least_bytes: float
+    """Of the fullest group with one micro-batch in flight."""
+    life: tuple[tuple[float, float], ...]
+    """By group that memory may limit: seconds for which a micro-batch is kept, and how often it adds an F-stage's time,
+    both over the micro-batches that there is room for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FfnDepth:
+    """F-groups of one depth."""
+
     layers: int
-    """MoE layers of the fullest group."""
-    memory: tuple[tuple[float, float], ...]
-    """By group that may be the heaviest: bytes that are always there, bytes a micro-batch in flight."""
+    """l_F: of the fullest group."""
+    ahead: int
+    """A-F pairs of stages before its first."""
+    life: tuple[float, float]
+    """Seconds, and times an F-stage's, for which group 0 keeps a micro-batch, on average over its layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +74,30 @@ class FfnWorkers:
 
     compute_s: float
     """Forward and backward of the worker with most experts."""
+    through_s: float
+    """Of these, until its output and its gradient are there: where backwards may be split, without weight gradients."""
+    ahead_s: float
+    """What a later group waits for: where backwards may be split, the forward."""
     attn_link_s: float
     """Of an A-worker's NIC for one of its own samples, if no row stays in the node."""
-    ffn_link_s: float
-    """Of an F-worker's NIC, for a sample of any A-worker."""
+    attn_leave_s: float
+    """The same if some do, and the fullest F-workers are beside it."""
+    ffn_leave_s: float
+    """Of an F-worker's NIC, for a sample of any A-worker; where some stay in the node, of the lightest F-worker."""
     state_bytes: float
     """Of a layer."""
     kept_bytes: float
     """Of a layer and a sample in flight."""
     passing_bytes: float
-    """Of a sample of every A-worker, once: what passes, and buffers."""
+    """Of a sample, in one layer at a time: what passes, and buffers."""
+    matrix_bytes: float
+    """What passes whatever the number of samples, in one layer at a time."""
+
+
+def _front(pairs: Iterable[tuple[float, T]]) -> tuple[tuple[float, T], ...]:
+    """Pairs that no other one exceeds in both."""
+    distinct = sorted(set(pairs))
+    return tuple(p for p in distinct if not any(o != p and o[0] >= p[0] and o[1] >= p[1] for o in distinct))
 
 
 class Tables:
@@ -104,20 +139,44 @@ class Tables:
         return {p: self._attn_depth(p) for p in range(1, most + 1) if self.question.pins.allow("attn_depth", p)}
 
     def _attn_depth(self, depth: int) -> AttnDepth:
-        work = [0.0] * depth
-        memory = [[0.0, 0.0] for _ in range(depth)]
-        most_passing = [0.0] * depth
-        for ordinal, (seconds, params, kept, passing) in enumerate(self.attn_stages):
+        num_moe = self.question.num_moe
+        work, fixed, kept = [0.0] * depth, [0.0] * depth, [0.0] * depth
+        most_passing, life = [0.0] * depth, [(0.0, 0.0)] * depth
+        for ordinal, (seconds, params, keeps, passing) in enumerate(self.attn_stages):
             group = ordinal % depth
             work[group] += sum(seconds)
-            memory[group][0] += params * self.bytes_a_param
-            memory[group][1] += kept
+            fixed[group] += params * self.bytes_a_param
+            kept[group] += keeps
             most_passing[group] = max(most_passing[group], passing)
-        held = sorted({(fixed + on_top, kept) for (fixed, kept), on_top in zip(memory, most_passing, strict=True)})
-        front = [m for m in held if not any(o != m and o[0] >= m[0] and o[1] >= m[1] for o in held)]
+            area = life[group]
+            life[group] = area[0] + keeps * self.attn_after_s[ordinal], area[1] + keeps * (num_moe - ordinal)
+        held = [a + b for a, b in zip(fixed, most_passing, strict=True)]
+        room = [max(self.capacity[0] - bytes_, 1.0) for bytes_ in held]
         return AttnDepth(
-            work_s=max(work), layers=-(-self.question.num_moe // min(depth, self.question.num_moe)), memory=tuple(front)
+            work=_front(zip(work, range(depth), strict=True)),
+            # The first stage gets no combine, the head's sends no dispatch.
+            half_layers=2 * -(-num_moe // depth) - (depth > 1 and num_moe % depth == 1),
+            least_bytes=max(a + b for a, b in zip(held, kept, strict=True)),
+            life=_front((area[0] / free, area[1] / free) for area, free in zip(life, room, strict=True)),
         )
+
+    @cached_property
+    def may_split(self) -> bool:
+        """Whether weight gradients may come later than the gradients that others wait for."""
+        return self.question.pins.split_backward is not False
+
+    def through_s(self, seconds: Seconds) -> float:
+        """Of a stage's time, what the chain waits for."""
+        return seconds.forward + seconds.backward_input + (0.0 if self.may_split else seconds.backward_weight)
+
+    def ahead_s(self, seconds: Seconds) -> float:
+        """Of a stage's time, what a later group can't compute in."""
+        return seconds.forward if self.may_split else sum(seconds)
+
+    @cached_property
+    def attn_after_s(self) -> list[float]:
+        """By A-stage: one micro-batch through this and all later A-stages, and back."""
+        return list(accumulate(self.through_s(seconds) for seconds, *_ in reversed(self.attn_stages)))[::-1]
 
     @property
     def bytes_a_param(self) -> float:
@@ -126,14 +185,14 @@ class Tables:
         return job.param_bytes + job.grad_bytes + (0 if job.shard_optimizer else job.optimizer_bytes)
 
     @cached_property
-    def attn_layer_s(self) -> float:
-        """Forward and backward of the cheapest MoE layer's attention."""
-        return min(sum(seconds) for seconds, *_ in self.attn_stages[:-1])
+    def attn_ahead_s(self) -> float:
+        """What a later group waits for at the cheapest of the A-stages before it."""
+        return min(self.ahead_s(seconds) for seconds, *_ in self.attn_stages[:-1])
 
-    @cached_property
+    @property
     def chain_attn_s(self) -> float:
         """One micro-batch through all A-stages and back."""
-        return sum(sum(seconds) for seconds, *_ in self.attn_stages)
+        return self.attn_after_s[0]
 
     @cached_property
     def mean_attn_forward_s(self) -> float:
@@ -162,21 +221,32 @@ class Tables:
         seconds = seconds if self.recompute == "none" else seconds.recomputed()
         held = [len(r) for r in split_evenly(moe.num_experts, workers)]
         attn_rows, ffn_rows = self._rows(held)
-        row = model.row_bytes(BYTES[job.dtype])
-        rates = [pool.nic_bytes_per_s_per_gpu * pool.efficiency.nic * pool.efficiency.m2n for pool in self.pools]
-        link = [
-            job.seq_len * (rows * (2 * row + TOKEN_BYTES) + pairs * PAIR_BYTES["dispatch"]) / min(rates)
-            for rows, pairs in ((attn_rows, moe.top_k), (ffn_rows, moe.top_k * held[0] / moe.num_experts))
-        ]
+        rate = min(p.nic_bytes_per_s_per_gpu * p.efficiency.nic * p.efficiency.m2n for p in self.pools)
+
+        def link_s(rows: float, experts: float) -> float:
+            row, pairs = 2 * model.row_bytes(BYTES[job.dtype]) + TOKEN_BYTES, moe.top_k * experts / moe.num_experts
+            return job.seq_len * (rows * row + pairs * PAIR_BYTES["dispatch"]) / rate
+
+        whole_s = link_s(attn_rows, moe.num_experts)
+        leave = whole_s, link_s(ffn_rows, held[0])
+        if self.site.shared:
+            lightest = link_s(self._least_rows(workers, held[-1]), held[-1])
+            leave = workers * lightest, lightest
+        imbalance = self.question.imbalance_factor
+        matrix = ffn_passing_bytes(job, layer, 0, workers, imbalance)
+        passing = ffn_passing_bytes(job, layer, job.seq_len, workers, imbalance) - matrix
         params = held[0] * moe.expert_params(model.dim) + layer.expert_sublayer_params(model.dim, 0)
         return FfnWorkers(
             compute_s=sum(seconds),
-            attn_link_s=link[0],
-            ffn_link_s=link[1],
+            through_s=self.through_s(seconds),
+            ahead_s=self.ahead_s(seconds),
+            attn_link_s=whole_s,
+            attn_leave_s=leave[0],
+            ffn_leave_s=leave[1],
             state_bytes=params * self.bytes_a_param,
-            kept_bytes=ffn_kept_bytes(job, layer, job.seq_len, workers, self.question.imbalance_factor),
-            passing_bytes=ffn_passing_bytes(job, layer, job.seq_len, workers, self.question.imbalance_factor)
-            + ffn_buffer_bytes(job, layer, job.seq_len, workers, self.question.imbalance_factor),
+            kept_bytes=ffn_kept_bytes(job, layer, job.seq_len, workers, imbalance),
+            passing_bytes=passing + ffn_buffer_bytes(job, layer, job.seq_len, workers, imbalance),
+            matrix_bytes=matrix,
         )
 
     def _rows(self, held: list[int]) -> tuple[float, float]:
@@ -193,27 +263,51 @@ class Tables:
         hits = [hit_probability(moe.num_experts, moe.top_k, sum(node)) for node in nodes]
         return sum(hits), min(hit / len(node) for hit, node in zip(hits, nodes, strict=True))
 
+    def _least_rows(self, workers: int, experts: int) -> float:
+        """Rows a token that a worker with so many experts gets at least, of those that leave a node."""
+        moe, kind = self.question.moe, self.job.technology.rows_m2n
+        if kind == "copy":
+            return moe.top_k * experts / moe.num_experts
+        beside = min(workers, self.pools[1].gpus_per_node) if kind == "node" else 1
+        return hit_probability(moe.num_experts, moe.top_k, beside * experts) / beside
+
+    @cached_property
+    def ffn_depths(self) -> dict[int, FfnDepth]:
+        """By p_F."""
+        most = min(self.question.num_moe, max(self.ffn_gpus, 1))
+        return {p: self._ffn_depth(p) for p in range(1, most + 1) if self.question.pins.allow("ffn_depth", p)}
+
+    def _ffn_depth(self, depth: int) -> FfnDepth:
+        count = self.question.num_moe
+        own = range(0, count, depth)
+        return FfnDepth(
+            layers=len(own),
+            ahead=(count - 1) % depth,
+            life=(sum(self.attn_after_s[i + 1] for i in own) / len(own), sum(count - i for i in own) / len(own)),
+        )
+
     # -- the bound -------------------------------------------------------------------------------------------------
 
     def leaving(self, c: Candidate) -> float:
-        """q: least share of the bytes that leave a node: none of a replica that fits into one. Of a larger one, only
-        dispatches of a group to its neighbours can stay, which is all traffic at depth 1 and half of it otherwise."""
+        """q: least share of the bytes that leave a node: none of a replica that fits into one. Else, of a worker's
+        partners a node holds as many as it has room for when both roles are spread over their nodes alike."""
         if not self.site.shared:
             return 1.0
         size = self.pools[0].gpus_per_node
         if c.attn_depth * c.attn_workers + c.ffn_depth * c.ffn_workers <= size:
             return 0.0
-        nodes = -(-(c.attn_workers + c.ffn_workers) // size)
-        return 1 - 1 / nodes if c.attn_depth == c.ffn_depth == 1 else 1 - 0.5 / nodes
+        return max(0.0, 1 - size / (c.attn_workers + c.ffn_workers))
 
-    def room(self, c: Candidate) -> float:
-        """K: micro-batches that memory has room for, if each is kept in all stages of its group."""
-        attn, ffn = self.attn_depths[c.attn_depth], self.ffn_workers[c.ffn_workers]
-        layers = self.ffn_layers(c.ffn_depth)
-        samples = c.attn_workers * self.samples
-        free = self.capacity[1] - layers * ffn.state_bytes - samples * ffn.passing_bytes
-        room = free / (layers * samples * ffn.kept_bytes)
-        return min([room, *((self.capacity[0] - fixed) / max(kept, 1.0) for fixed, kept in attn.memory)])
+    def ffn_room(self, c: Candidate) -> float:
+        """K of an F-group: micro-batches that memory has room for, if each is kept in all stages of the group."""
+        samples = self.question.samples(c)
+        ffn, layers = self.ffn_workers[c.ffn_workers], self.ffn_layers(c.ffn_depth)
+        free = self.capacity[1] - layers * ffn.state_bytes - ffn.matrix_bytes - samples * ffn.passing_bytes
+        return free / (layers * samples * ffn.kept_bytes)
+
+    def fits(self, c: Candidate) -> bool:
+        """Whether memory has room for a micro-batch."""
+        return self.ffn_room(c) >= 1 and self.attn_depths[c.attn_depth].least_bytes <= self.capacity[0]
 
     def ffn_layers(self, depth: int) -> int:
         """l_F: layers of the fullest F-group."""
@@ -226,24 +320,37 @@ class Tables:
 
     def terms_s(self, c: Candidate) -> list[float]:
         """Compute, memory, links; empty where memory has no room for a micro-batch."""
-        room = self.room(c)
-        if room < 1:
+        if not self.fits(c):
             return []
         attn, ffn = self.attn_depths[c.attn_depth], self.ffn_workers[c.ffn_workers]
-        m, samples, layers = c.microbatches, c.attn_workers * self.samples, self.ffn_layers(c.ffn_depth)
-        a, f = self.attn_layer_s, samples * ffn.compute_s
-        attn_ahead = min(c.attn_depth, self.question.num_moe) - 1
+        depth, m, samples = self.ffn_depths[c.ffn_depth], c.microbatches, self.question.samples(c)
+        pair_s = self.attn_ahead_s + samples * ffn.ahead_s
+        through_s = samples * ffn.through_s
         work = max(
-            m * attn.work_s + attn_ahead * (a + f),
-            m * layers * f + c.ffn_depth * a + (c.ffn_depth - 1) * f,
-            self.chain_attn_s + self.question.num_moe * f,
+            *(m * seconds + ahead * pair_s for seconds, ahead in attn.work),
+            m * depth.layers * samples * ffn.compute_s + depth.ahead * pair_s + self.attn_ahead_s,
+            self.chain_attn_s + self.question.num_moe * through_s,
         )
+        kept = max(
+            *(m * (fixed_s + times * through_s) for fixed_s, times in attn.life),
+            m * (depth.life[0] + depth.life[1] * through_s) / self.ffn_room(c),
+        )
+        return [work, kept, self._link_s(c, self.leaving(c))]
+
+    def estimate_s(self, c: Candidate, terms: list[float]) -> float:
+        """For the order of trials, from `terms_s`: with the share of the bytes that leaves a node when a group has only
+        its neighbour there, and with terms that are near one another adding up."""
         q = self.leaving(c)
-        attn_link = m * attn.layers * self.samples * ffn.attn_link_s * q
-        ffn_link = m * layers * samples * ffn.ffn_link_s * q
+        if self.site.shared and q < 1 and c.attn_gpus + c.ffn_gpus > self.pools[0].gpus_per_node * c.replicas:
+            kept = 1.0 if c.attn_depth == c.ffn_depth == 1 else 0.5
+            q = max(q, 1 - kept * min(1.0, self.pools[0].gpus_per_node / (c.attn_workers + c.ffn_workers)))
+        return soft_max([*terms[:2], self._link_s(c, q)], c)
+
+    def _link_s(self, c: Candidate, q: float) -> float:
+        """Of the busiest worker, where a share q of its bytes leaves the node."""
+        attn, ffn, m = self.attn_depths[c.attn_depth], self.ffn_workers[c.ffn_workers], c.microbatches
+        attn_s = m * attn.half_layers / 2 * self.samples * ffn.attn_leave_s * q
+        ffn_s = m * self.ffn_layers(c.ffn_depth) * self.question.samples(c) * ffn.ffn_leave_s * q
         if self.pools[0].nics.pooled and self.site.shared:
-            width = c.attn_workers + c.ffn_workers
-            link = (c.attn_workers * attn_link + c.ffn_workers * ffn_link) / width
-        else:
-            link = max(attn_link, ffn_link)
-        return [work, m * (self.chain_attn_s + self.question.num_moe * f) / 2 / room, link]
+            return (c.attn_gpus * attn_s + c.ffn_gpus * ffn_s) / (c.attn_gpus + c.ffn_gpus)
+        return max(attn_s, ffn_s)

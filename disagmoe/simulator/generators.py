@@ -23,9 +23,11 @@ def af_schedule(
     hoist: int = 8,
     send_after: int = 0,
     memory_bytes: tuple[float, ...] = (),
+    check: bool = True,
 ) -> Schedule:
     """`make_schedule` on these costs. What does not depend on costs is made once for many runs.
 
+    `check`: see `make_schedule`.
     `memory_bytes`: by group, what *fitted* may use for activations; it then sets its own micro-batches in flight.
 
     Raises:
@@ -56,6 +58,7 @@ def af_schedule(
         send_after,
         split,
         costs if fits_costs else None,
+        check,
     )
 
 
@@ -70,6 +73,7 @@ def _make(
     send_after: int,
     split_backward: bool,
     costs: StageCosts | None,
+    check: bool,
 ) -> Schedule:
     return make_schedule(
         layout,
@@ -81,4 +85,5 @@ def _make(
         send_after=send_after,
         split_backward=split_backward,
         costs=costs,
+        check=check,
     )

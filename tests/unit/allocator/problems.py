@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from hypothesis import strategies as st
 
@@ -58,18 +59,18 @@ def make_question(
 def questions(draw: st.DrawFn) -> Question:
     """Of up to 6 GPUs, memory tight in some."""
     question = make_question(
-        layers=draw(st.integers(1, 4)),
+        layers=draw(st.integers(1, 3)),
         experts=draw(st.sampled_from([2, 3, 4, 8])),
         top_k=draw(st.integers(1, 2)),
         expert_dim=draw(st.sampled_from([128, 256, 1024])),
         seq_len=draw(st.sampled_from([128, 512, 4096])),
-        batch=draw(st.integers(2, 8)),
+        batch=draw(st.integers(2, 6)),
         nodes=draw(st.integers(1, 2)),
         gpus_per_node=draw(st.integers(2, 3)),
         nic_bytes_per_s=draw(st.sampled_from([1e9, 5e9, 5e10])),
         vocab=draw(st.sampled_from([512, 8192])),
         pooled=draw(st.booleans()),
-        pins=Pins(split_backward=False),
+        pins=Pins(split_backward=draw(st.sampled_from([False, False, None]))),
     )
     if draw(st.booleans()):
         return question
@@ -105,8 +106,11 @@ def all_candidates(question: Question) -> Iterator[Candidate]:
 
 def every_outcome(question: Question) -> Iterator[Outcome]:
     """All candidates in all packings under all schedules."""
+    splits = [split for split in (False, True) if question.pins.split_backward in (split, None)]
     for candidate in all_candidates(question):
         for order, nics in packings(question, candidate):
-            outcome = simulate_placed(make_placed(question, candidate, order, nics), SCHEDULES)
-            if outcome is not None:
-                yield outcome
+            placed = make_placed(question, candidate, order, nics)
+            for name, split in product(SCHEDULES, splits):
+                outcome = simulate_placed(placed, [name], split=split)
+                if outcome is not None:
+                    yield outcome
