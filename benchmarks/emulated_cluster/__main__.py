@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             cpus=parse_cpus(options.cpu, options.nodes),
             workers_per_node=options.workers_per_node,
             period_s=options.period_ms / 1e3,
+            charge_transfers=not options.free_transfers,
             burst_bytes=options.burst_bytes,
         )
         ranks = [int(rank) for rank in options.show_ranks.split(",")]
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--show-ranks", default="0", metavar="0,1", help="whose standard output is shown (default: 0)")
     add("--timeout-s", type=float, help="kill the workers after this many seconds")
     add("--period-ms", type=float, default=10.0, help="period of the CPU quotas (default: 10)")
+    add("--free-transfers", action="store_true", help="threads that move data are not on the quota (cgroups version 1)")
     add("--burst-bytes", type=int, default=0, help="what a card may send beyond its rate after a pause")
     add("--self-test", action="store_true", help="measure what such a cluster delivers")
     return parser

@@ -54,6 +54,8 @@ def make(name: str, num_workers: int) -> None:
             _delegate_cpu(folder)
         for rank in range(num_workers):
             worker(name, rank).mkdir()
+            if hierarchy.version == 1:
+                _unlimited(worker(name, rank)).mkdir()
     except OSError as error:
         raise RuntimeError(f"cannot make cgroups below {hierarchy.root}: {error}") from error
 
@@ -84,6 +86,25 @@ def set_quota(folder: Path, quota_s: float, period_s: float) -> None:
     (folder / "cpu.cfs_period_us").write_text(period)
     if quota:
         (folder / "cpu.cfs_quota_us").write_text(quota)
+
+
+def exempt_other_threads(folder: Path) -> None:
+    """Leave the quota to the main threads of a worker's processes: those that move data run as they like.
+
+    Does nothing with cgroups version 2, which limits whole processes.
+    """
+    if not _unlimited(folder).is_dir():
+        return
+    for pid in map(int, (folder / "cgroup.procs").read_text().split()):
+        with contextlib.suppress(FileNotFoundError):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                if int(thread.name) != pid:
+                    with contextlib.suppress(OSError):  # it has ended
+                        (_unlimited(folder) / "tasks").write_text(thread.name)
+
+
+def _unlimited(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.unlimited")
 
 
 def remove(name: str) -> None:

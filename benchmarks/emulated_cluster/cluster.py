@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -69,6 +70,9 @@ class EmulatedCluster:
         missing = requirements()
         if missing:
             raise RuntimeError(f"an emulated cluster needs {'; '.join(missing)}")
+        if not self.spec.charge_transfers and cgroups.find_hierarchy().version != 1:
+            text = "transfers count against the CPU quotas: cgroups version 2 limits whole processes"
+            print(f"warning: {text}", file=sys.stderr)
         ownership.remove_leftovers()
         for number in _ENDING_SIGNALS:
             self._handlers[number] = signal.signal(number, _raise_exit)
@@ -106,7 +110,10 @@ class EmulatedCluster:
     def throttle(self) -> None:
         """Put every worker on its CPU quota."""
         for rank in range(self.spec.world_size):
-            cgroups.set_quota(cgroups.worker(self.name, rank), *self.spec.quota_s(rank))
+            folder = cgroups.worker(self.name, rank)
+            cgroups.set_quota(folder, *self.spec.quota_s(rank))
+            if not self.spec.charge_transfers:
+                cgroups.exempt_other_threads(folder)
 
     def release(self) -> None:
         """Let every worker run at full speed."""
@@ -115,14 +122,7 @@ class EmulatedCluster:
 
     def limit_network(self, nics_bit_per_s: Sequence[float]) -> None:
         """Give the cards other rates, one a node (0: not limited)."""
-        spec = ClusterSpec(
-            nics_bit_per_s=tuple(nics_bit_per_s),
-            cpus=self.spec.cpus,
-            workers_per_node=self.spec.workers_per_node,
-            period_s=self.spec.period_s,
-            burst_bytes=self.spec.burst_bytes,
-            queue_s=self.spec.queue_s,
-        )
+        spec = replace(self.spec, nics_bit_per_s=tuple(nics_bit_per_s), cpus=self.spec.cpus)
         if spec.nodes != self.spec.nodes:
             raise ValueError(f"{spec.nodes} rates for {self.spec.nodes} nodes")
         network.limit(self.name, spec)

@@ -30,6 +30,10 @@ class ClusterSpec:
     period_s: float = 0.01
     """CPU quotas are handed out anew this often. Short, so that a worker never pauses for long; longer for quotas so
     small that the kernel would refuse them."""
+    charge_transfers: bool = True
+    """Whether what threads other than a worker's main one do counts against its quota. With gloo they move the data: a
+    worker that sends then computes less. Devices with NCCL or DMA hardly pay for transfers. Threads that exist when
+    quotas begin are left out. Needs cgroups version 1."""
     burst_bytes: int = 0
     """What a card that has been quiet may send at once, beyond its rate; 0: 2 ms at its rate, at least 16 KiB."""
     queue_s: float = 0.05

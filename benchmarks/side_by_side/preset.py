@@ -2,7 +2,8 @@
 
     title = "..."                     what the preset stands for
     description = "..."
-    [cluster]                         nodes, workers_per_node, cpu, nic: as options of benchmarks.emulated_cluster
+    [cluster]                         nodes, workers_per_node, cpu, nic and perhaps period_ms, free_transfers: as the
+                                      options of benchmarks.emulated_cluster
     [config.SECTION]                  configuration of the trainer that all systems share
     [systems.NAME]                    title, perhaps against = "SYSTEM", and either
         config.SECTION.key = ...          what the system adds to it, or
@@ -132,6 +133,8 @@ def load_preset(name: str) -> Preset:
             nics_bit_per_s=parse_rates(cluster["nic"], cluster["nodes"]),
             cpus=parse_cpus(cluster["cpu"], cluster["nodes"]),
             workers_per_node=cluster["workers_per_node"],
+            period_s=cluster.get("period_ms", 10.0) / 1e3,
+            charge_transfers=not cluster.get("free_transfers", False),
         ),
         shared=_flat(tree["config"]),
         tables=tree["systems"],

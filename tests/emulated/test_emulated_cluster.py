@@ -53,6 +53,40 @@ def test_rates_and_quotas_are_kept_and_all_is_removed() -> None:
     assert int(held_back.split("nr_throttled ")[1].split()[0]) > 0
 
 
+BUSY_THREADS = """
+import hashlib, pathlib, sys, threading, time
+shares = {}
+def work(name):
+    time.sleep(0.5)  # until the quotas hold
+    wall, cpu = time.monotonic(), time.thread_time()
+    while time.monotonic() < wall + 1:
+        hashlib.pbkdf2_hmac("sha256", b"a", b"b", 1000)  # without the interpreter's lock
+    shares[name] = (time.thread_time() - cpu) / (time.monotonic() - wall)
+other = threading.Thread(target=work, args=("other",))
+other.start()
+pathlib.Path(sys.argv[1]).write_text("begin")
+work("main")
+other.join()
+pathlib.Path(sys.argv[2]).write_text(f"{shares['main']} {shares['other']}")
+"""
+
+
+@needs_root
+@pytest.mark.skipif(
+    bool(requirements()) or cgroups.find_hierarchy().version != 1, reason="cgroups version 2 limits whole processes"
+)
+def test_only_the_main_thread_is_on_the_quota_if_transfers_are_free(tmp_path: Path) -> None:
+    begin, out = tmp_path / "begin", tmp_path / "out"
+    spec = ClusterSpec(nics_bit_per_s=(0.0,), cpus=(0.05,), charge_transfers=False)
+    with EmulatedCluster(spec) as cluster:
+        name = cluster.name
+        command = [sys.executable, "-c", BUSY_THREADS, str(begin), str(out)]
+        assert cluster.run(command, throttle_when=begin, timeout_s=60) == 0
+    main, other = map(float, out.read_text().split())
+    assert main < 0.1 and other > 2 * main
+    assert made_by(name) == []
+
+
 @needs_root
 def test_workers_get_the_environment_that_torchrun_gives(tmp_path: Path) -> None:
     script = (
