@@ -16,9 +16,10 @@ from disagmoe.config.expert_parallel import expert_parallel_problems, expert_par
 from disagmoe.config.hugging_face import find_contradictions
 from disagmoe.config.launch import Launch
 from disagmoe.config.load import ResolvedConfig
+from disagmoe.config.placement import placement_problems, placement_warnings
 from disagmoe.config.recipe import Recipe, load_recipe
 from disagmoe.config.schema import Config
-from disagmoe.layout import RANK_ORDERS, Layout, build_stages
+from disagmoe.layout import RANK_ORDERS, Layout
 from disagmoe.shapes import ModelShape
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -68,7 +69,8 @@ def find_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     else:
         yield from _model_problems(resolved, shape)
     if config.parallelism.mode == "disagmoe":
-        yield from _layout_problems(resolved)
+        problems = list(placement_problems(resolved, shape))
+        yield from problems or _layout_problems(resolved)
         if shape is not None:
             yield from _split_problems(resolved, shape)
     elif config.parallelism.mode == "ep":
@@ -108,14 +110,6 @@ def _model_problems(resolved: ResolvedConfig, shape: ModelShape) -> Iterator[Pro
 
 def _layout_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
     part = resolved.config.disagmoe
-    if part.attn_placement and set(part.attn_placement) != set(range(part.attn_depth)):
-        rule = (
-            f"must name each A-group from 0 to {part.attn_depth - 1} at least once and no other "
-            f"(disagmoe.attn_depth = {part.attn_depth})"
-        )
-        fix = f"leave it out, or set attn_depth = {max(part.attn_placement) + 1}"
-        yield resolved.problem("disagmoe.attn_placement", rule, fix=fix)
-        return
     if part.colocate:
         for key in ("attn_workers", "ffn_workers"):
             if getattr(part, key) != 1:
@@ -153,12 +147,6 @@ def _split_problems(resolved: ResolvedConfig, shape: ModelShape) -> Iterator[Pro
             f"({num_moe} and the head): each A-group holds at least one"
         )
         yield resolved.problem("disagmoe.attn_depth", rule)
-    if part.attn_placement and len(part.attn_placement) != num_moe + 1:
-        rule = (
-            f"has {len(part.attn_placement)} entries and must have {num_moe + 1}: an A-group for the attention of each "
-            f"of the {num_moe} MoE layers of {shape.name}, and one for the head"
-        )
-        yield resolved.problem("disagmoe.attn_placement", rule)
 
 
 def _batch_problems(resolved: ResolvedConfig) -> Iterator[Problem]:
@@ -325,11 +313,7 @@ def find_warnings(resolved: ResolvedConfig) -> Iterator[str]:
             )
         if part.costs and part.schedule != "fitted" and not part.split_backward:
             yield f'disagmoe.costs = "{part.costs}": no effect on disagmoe.schedule = "{part.schedule}" unless split'
-        stages = build_stages(build_layout(config), model_shape(config).is_moe_layer)
-        for role, depth in (("A", part.attn_depth), ("F", part.ffn_depth)):
-            held = [sum(s.role.letter == role and s.group == g for s in stages) for g in range(depth)]
-            if max(held) >= 2 * min(held):
-                yield f"{role}-groups hold {' / '.join(map(str, held))} stages: the largest one sets the pace"
+        yield from placement_warnings(build_layout(config), model_shape(config), training.seq_len)
     elif config.parallelism.mode == "ep":
         yield from expert_parallel_warnings(resolved)
     if config.checkpoint.initial_load_in_hf and training.load_balance_coeff:

@@ -228,7 +228,8 @@ def test_launch_variables(environ: dict[str, str], said: str) -> None:
     [
         (["--disagmoe.attn_workers=3"], "some A-workers idle"),
         (["--disagmoe.in_flight=9"], "nothing for it to limit"),
-        (["--disagmoe.attn_depth=5"], "the largest one sets the pace"),
+        (["--disagmoe.ffn_depth=4"], "F-groups hold 2 / 2 / 1 / 1 stages: the largest one sets the pace"),
+        (["--recipe.name=deepseek_moe", "--disagmoe.attn_depth=4"], "attn_placement = [0, 1, 2, 3, 1, 2, 3] it would"),
         (["--training.steps=2"], "never reaches optimizer.lr"),
         (["--optimizer.momentum=0.9"], "no effect on AdamW"),
         (["--parallelism.mode=none", "--disagmoe.attn_workers=9"], "disagmoe.attn_workers: no effect"),
