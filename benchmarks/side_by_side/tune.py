@@ -21,9 +21,10 @@ class Clock(Protocol):
 def tune(preset: Preset, measure: Measure, clock: Clock, *, repeats: int = 1) -> int:
     """Run all grids and write NAME.tuned.json: what was tried, with its step time, and the best.
 
-    Returns 3 if time was up before the end (nothing is written then), else 0.
+    Returns 3 if time was up before the end, else 0. A grid is stored when all of it has run.
     """
-    grids: dict[str, Any] = {}
+    grids: dict[str, Any] = preset.tuned().get("grids", {})
+    command = f"python -m benchmarks.side_by_side --preset {preset.name} --tune"
     for name in preset.grids:
         tried: list[dict[str, Any]] = []
         for own in preset.candidates(name):
@@ -37,6 +38,5 @@ def tune(preset: Preset, measure: Measure, clock: Clock, *, repeats: int = 1) ->
             raise ValueError(f"preset {preset.name}, grid {name}: no candidate is valid")
         tried.sort(key=lambda entry: entry["step_s"])
         grids[name] = {"best": tried[0]["overrides"], "tried": tried}
-    command = f"python -m benchmarks.side_by_side --preset {preset.name} --tune"
-    preset.tuned_path.write_text(json.dumps({"command": command, "grids": grids}, indent=1) + "\n")
+        preset.tuned_path.write_text(json.dumps({"command": command, "grids": grids}, indent=1) + "\n")
     return 0
