@@ -71,7 +71,10 @@ def main(arguments: list[str] | None = None) -> int:
         systems = [] if options.tune else preset.systems(options.only.split(",") if options.only else ())
         with Nursery(PRELOADED) as nursery, EmulatedCluster(preset.cluster) as cluster:
             if options.tune:
-                return tune(preset, lambda own, place: bench.get(cluster, nursery, preset.shared | own, place), bench)
+                code = tune(preset, lambda own, place: bench.get(cluster, nursery, preset.shared | own, place), bench)
+                if options.docs and preset.tuned():
+                    page.write_tuning(preset, options.docs)
+                return code
             rounds = _rounds(bench, cluster, nursery, systems, options.rounds)
     except KeyboardInterrupt:
         return 130

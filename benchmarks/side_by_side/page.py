@@ -59,6 +59,37 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tuning_section(preset: Preset) -> str:
+    """Markdown of all that tuning a preset has tried, the fastest of each grid first."""
+    tuned = preset.tuned()
+    lines = [
+        f"## What tuning `{preset.name}` tried",
+        "",
+        f"A launch each, made by `{tuned['command']}`. Ours is grid `af`; steps are compared with its fastest.",
+        "",
+        "| grid | layout | step, s | compute | exposed comm. | idle | sent, MB | simulated, s | step / ours |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    grids = tuned["grids"]
+    ours = grids["af"]["tried"][0]["step_s"] if "af" in grids else None
+    for name, grid in grids.items():
+        for one in grid["tried"]:
+            error = one["predicted_step_s"] / one["step_s"] - 1
+            ratio = f"{one['step_s'] / ours:.2f}" if ours else ""
+            lines.append(
+                f"| {name} | {one['layout']} | {one['step_s']:.1f} | {one['compute_s']:.1f} | "
+                f"{one['exposed_comm_s']:.1f} | {one['idle_s']:.1f} | {one['sent_bytes'] / 1e6:.0f} | "
+                f"{one['predicted_step_s']:.1f} ({error:+.0%}) | {ratio} |"
+            )
+    return "\n".join(lines)
+
+
+def write_tuning(preset: Preset, docs: Path) -> None:
+    """Put what was tried into docs/speed.md."""
+    path = docs / "speed.md"
+    path.write_text(insert(path.read_text(), f"{preset.name}, tuning", tuning_section(preset)))
+
+
 def insert(page: str, name: str, text: str) -> str:
     """`page` with the section of preset `name` put in place of the one it has, or at its end.
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from benchmarks.side_by_side.measure import Launch
 from benchmarks.side_by_side.preset import Overrides, Preset, layout_text
 
+FIGURES = ("step_s", "compute_s", "exposed_comm_s", "idle_s", "sent_bytes", "predicted_step_s")
+"""What is kept of a candidate's launch."""
 Measure = Callable[[Overrides, str], Launch]
 
 
@@ -31,9 +33,10 @@ def tune(preset: Preset, measure: Measure, clock: Clock, *, repeats: int = 1) ->
             if clock.time_is_up:
                 print("time is up; start again to go on", file=sys.stderr)
                 return 3
-            step_s = min(measure(own, f"tuning {i}").step_s for i in range(repeats))
-            tried.append({"step_s": round(step_s, 3), "layout": layout_text(preset.shared | own), "overrides": own})
-            print(f"{name:<24} {step_s:6.2f} s  {tried[-1]['layout']}", file=sys.stderr, flush=True)
+            launch = min((measure(own, f"tuning {i}") for i in range(repeats)), key=lambda one: one.step_s)
+            figures = {key: round(getattr(launch, key), 3) for key in FIGURES}
+            tried.append({**figures, "layout": layout_text(preset.shared | own), "overrides": own})
+            print(f"{name:<24} {launch.step_s:6.2f} s  {tried[-1]['layout']}", file=sys.stderr, flush=True)
         if not tried:
             raise ValueError(f"preset {preset.name}, grid {name}: no candidate is valid")
         tried.sort(key=lambda entry: entry["step_s"])

@@ -11,6 +11,7 @@ from benchmarks.side_by_side import fit, page
 from benchmarks.side_by_side.measure import Launch
 from benchmarks.side_by_side.preset import OURS, Preset, layout_text, load_preset, preset_names, resolve
 from benchmarks.side_by_side.summary import ceiling, summarise
+from benchmarks.side_by_side.tune import tune
 from disagmoe.config.checks import build_layout, check_config
 from disagmoe.simulator.profile import HopProfile, Profile, StageProfile
 
@@ -141,3 +142,33 @@ def test_costs_are_measured_once_and_evened(tmp_path: Path, monkeypatch: pytest.
     costs = Profile.load(tmp_path / str(first["disagmoe.costs"])).stages
     # The first stage has the dense layer, the last the head; the others' medians are of stages 2 to 14 and 1 to 15.
     assert [costs[i].forward_s for i in (0, 2, 14, 1, 15, 16)] == [1.0, 9.0, 9.0, 9.0, 9.0, 17.0]
+
+
+def test_tuning_keeps_what_it_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of a grid is its best; a grid that time ran out on is not stored, and others stay."""
+    preset = load_preset("paper_like")
+    monkeypatch.setattr(Preset, "tuned_path", property(lambda _: tmp_path / "tuned.json"))
+    left = [len(list(preset.candidates("af"))) + 1]
+
+    class Clock:
+        @property
+        def time_is_up(self) -> bool:
+            left[0] -= 1
+            return left[0] < 0
+
+    def measure(own: dict[str, object], _place: str) -> Launch:
+        return replace(ONE, step_s=10.0 if own["disagmoe.schedule"] == "deep" else 9.0)
+
+    def never_fast(own: dict[str, object], place: str) -> Launch:
+        return measure(own, place) if own["parallelism.mode"] == "disagmoe" else ONE
+
+    assert tune(preset, never_fast, Clock()) == 3
+    grids = preset.tuned()["grids"]
+    assert set(grids) == {"af"} and grids["af"]["best"]["disagmoe.schedule"] == "fitted"
+    assert [one["step_s"] for one in grids["af"]["tried"]] == sorted(one["step_s"] for one in grids["af"]["tried"])
+    left[0] = 1000
+    assert tune(preset, never_fast, Clock()) == 0
+    assert set(preset.tuned()["grids"]) == set(preset.grids)
+    (tmp_path / "speed.md").write_text("# Speed\n")
+    page.write_tuning(preset, tmp_path)
+    assert "| 10.0 | 5.0 | 1.0 | 3.0 | 50 | 9.5 (-5%) | 1.11 |" in (tmp_path / "speed.md").read_text()
