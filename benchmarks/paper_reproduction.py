@@ -1,6 +1,6 @@
 """DisagMoE's evaluation (arXiv 2605.11005) simulated, beside the paper's figures: writes docs/paper_reproduction.md.
 
-    python -m benchmarks.paper_reproduction            # about half an hour on one core
+    python -m benchmarks.paper_reproduction            # about an hour on one core
     python -m benchmarks.paper_reproduction --quick    # two sequence lengths, DeepSeek-MoE only
 
 The paper's own runs can't be repeated without its cluster. What can be asked is which assumptions make its figures come
