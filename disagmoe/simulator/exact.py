@@ -1,8 +1,8 @@
 """Bounds and true optima by CP-SAT: a group alone, or all of a small instance.
 
-Same semantics as `bounds`: links serve one transfer at a time in each direction, in any order, and activations stay
-within the caps. Not covered: the in-flight cap. One thread and a fixed seed, so only the time limit depends on the
-machine; the status says whether an optimum is proved.
+Same semantics as `bounds`: links serve one transfer at a time in each direction, in any order, activations stay within
+the caps, and the last stage holds one micro-batch at a time. Not covered: the in-flight cap. One thread and a fixed
+seed, so only the time limit depends on the machine; the status says whether an optimum is proved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from itertools import pairwise, product
 from typing import Any
 
 from disagmoe.schedules.problem import Problem
-from disagmoe.simulator.bounds import Chain, lower_bounds
+from disagmoe.simulator.bounds import lower_bounds
+from disagmoe.simulator.chain import Chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class _Model:
         if links:
             self._add_links()
         self._add_memory()
+        self._add_head()
         for intervals in self.machine.values():
             self.model.add_no_overlap(intervals)
         bound = lower_bounds(problem)
@@ -151,6 +153,20 @@ class _Model:
                     lives.append(model.new_interval_var(begin, length, end, f"alive{stage}.{microbatch}"))
                     sizes.append(problem.memory[stage])
             model.add_cumulative(lives, sizes, problem.capacity[group])
+
+    def _add_head(self) -> None:
+        """The last stage holds one micro-batch at a time."""
+        head = self.problem.num_stages - 1
+        if self.problem.group[head] not in self.groups:
+            return
+        end_position = 3 * self.problem.num_stages - 1 if self.problem.weight else head + 1
+        held = []
+        for microbatch in range(self.problem.num_microbatches):
+            release = end_position * self.problem.num_microbatches + microbatch
+            end = self.start[release] + self.problem.duration_of(release)
+            length = self.model.new_int_var(0, self.horizon, f"held{microbatch}")
+            held.append(self.model.new_interval_var(self._of(head, microbatch), length, end, f"head{microbatch}"))
+        self.model.add_no_overlap(held)
 
     def solve(self, *, limit_s: float, hint: Sequence[int] | None) -> Solved:
         """One worker and a fixed seed; only `limit_s` depends on the machine."""

@@ -21,7 +21,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from disagmoe.schedules.problem import Problem
-from disagmoe.simulator.bounds import Chain, area_of, lower_bounds
+from disagmoe.simulator.bounds import area_of, lower_bounds
+from disagmoe.simulator.chain import Chain
 
 STEPS = 360
 """Samples in the time of the bound without solver."""
