@@ -93,6 +93,8 @@ class Play:
         self.head_is_free = True
         """Whether no micro-batch's logits are alive."""
         self.events: list[tuple[int, int, int]] = []
+        self.coming: list[list[int]] | None = None
+        """By group, when inputs on their way will arrive; None: not needed."""
         self.makespan = 0
         for operation in range(count):
             self._arrive(operation)
@@ -102,7 +104,7 @@ class Play:
         events, pop, push = self.events, heapq.heappop, heapq.heappush
         count, group_of = self.problem.num_microbatches, self.problem.group
         send, recv, latency = self.problem.send, self.problem.recv, self.problem.latency
-        recv_free, free_at = self.recv_free, self.free_at
+        recv_free, free_at, coming = self.recv_free, self.free_at, self.coming
         dirty = set(range(self.problem.num_groups))
         now = 0
         while True:
@@ -124,6 +126,8 @@ class Play:
                         begin = recv_free[group]
                     recv_free[group] = begin + mine
                     push(events, (begin + mine, 1, number + count))
+                    if coming is not None:
+                        push(coming[group_of[position + 1]], begin + mine)
                 elif what == 1:
                     self._arrive(number)
                     dirty.add(group_of[number // count])

@@ -4,6 +4,9 @@ A group that acquires in a fixed order waits for the next of it even where other
 ready fills its memory with what should have come later, and everything takes longer. Between the two a group takes
 what is at most `ahead` behind its next acquisition, by key.
 
+Nor does it always help to do what can be done: a weight operation that begins just before an input arrives holds that
+up, which lengthens the lives of activations elsewhere. With `patience` a group waits for what is about to arrive.
+
 **Why memory never blocks a play.** An acquisition is made only if the micro-batches in flight could afterwards be
 completed one by one, in the order in which they entered, each with what the ones before it have given back: the
 banker's rule, checked on the group that acquires. The others' memory has not changed, and a new micro-batch is
@@ -23,15 +26,30 @@ from disagmoe.schedules.problem import Problem
 class GuardedPlay(Play):
     """One play of a problem that is not mirrored. Releases go before acquisitions."""
 
-    def __init__(self, problem: Problem, key: Sequence[float], rule: Rule, *, ahead: float) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        key: Sequence[float],
+        rule: Rule,
+        *,
+        ahead: float,
+        patience: float = 0.0,
+        mixed: bool = False,
+        eager_head: bool = True,
+    ) -> None:
         """
         key: by operation; of what may be taken the smallest is.
         rule: what else decides; not `by_key`, no `lead`.
         ahead: how much larger than the next acquisition's key another's may be to be taken instead.
+        patience: a weight operation does not start if an input arrives within this share of its duration.
+        mixed: an acquisition goes before releases of larger keys.
+        eager_head: whether `rule.eager_weights` holds on the group of the last stage too.
         """
         assert not (problem.mirrored or rule.by_key or rule.lead), "not with these"
         groups, count = range(problem.num_groups), problem.num_microbatches
-        self.ahead = ahead
+        self.ahead, self.patience, self.mixed = ahead, patience, mixed
+        head_group = problem.group[problem.num_stages - 1]
+        self.eager = [rule.eager_weights and (eager_head or group != head_group) for group in groups]
         self.waiting: list[list[tuple[float, int]]] = [[] for _ in groups]
         """By group: acquisitions with their inputs here."""
         self.held = [[0] * count for _ in groups]
@@ -43,6 +61,8 @@ class GuardedPlay(Play):
         for operation in sorted(range(problem.num_stages * count), key=key.__getitem__):
             by_group[problem.group_of(operation)].append(operation)
         super().__init__(problem, by_group, key, rule)
+        if patience and problem.weight:
+            self.coming = [[] for _ in groups]
 
     def _arrive(self, operation: int, heaps: list[list[tuple[float, int]]] | None = None) -> None:
         if operation >= self.half:
@@ -53,18 +73,28 @@ class GuardedPlay(Play):
         heapq.heappush(self.waiting[group], (self.key[operation], operation))
 
     def _decide(self, group: int, now: int) -> None:
-        ready, weights, head = self.ready[group], self.weights[group], self.head[group]
-        acquire = -1 if ready and not (weights and self.rule.eager_weights) else self._choose(group)
-        if acquire >= 0 and not ready:
+        ready, weights, head, eager = self.ready[group], self.weights[group], self.head[group], self.eager[group]
+        acquire = -1 if ready and not (self.mixed or (weights and eager)) else self._choose(group)
+        if acquire >= 0 and (not ready or (self.mixed and self.key[acquire] < ready[0][0])):
             self._acquire(acquire, group, now)
-        elif weights and (
-            not (ready or head) or (self.rule.eager_weights and acquire < 0 and bool(self.waiting[group]))
-        ):
-            self._start(heapq.heappop(weights)[1], group, now)
+            return
+        urgent = eager and acquire < 0 and bool(self.waiting[group])
+        if weights and (urgent or not (ready or head)):
+            if urgent or not self._expects(group, now, self.problem.duration_of(weights[0][1])):
+                self._start(heapq.heappop(weights)[1], group, now)
         elif ready:
             self._start(heapq.heappop(ready)[1], group, now)
         elif head:
             self._start(heapq.heappop(head)[1], group, now)
+
+    def _expects(self, group: int, now: int, duration: int) -> bool:
+        """Whether an input arrives so soon that an operation of this duration had better not start."""
+        if self.coming is None:
+            return False
+        coming = self.coming[group]
+        while coming and coming[0] <= now:
+            heapq.heappop(coming)
+        return bool(coming) and coming[0] < now + self.patience * duration
 
     def _choose(self, group: int) -> int:
         """The acquisition to make now; -1: none."""

@@ -20,8 +20,109 @@ SEED = 2
 POOL = 8
 """Slants that are varied."""
 AHEAD = (0.0, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0)
+PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEAVY = 4
 """Times the mean forward of its group that the last stage takes to be heavy."""
+
+
+class Slant(NamedTuple):
+    """When micro-batches enter, and how far others may go ahead of them. Times in shares of a micro-batch's work on the
+    busiest group."""
+
+    dense: int
+    """Micro-batches that enter `first` after one another, then `middle` ones with `second`, then with `then` each."""
+    first: float
+    middle: int
+    second: float
+    then: float
+    end: int
+    """The last ones, with `last`."""
+    last: float
+    forward: float
+    """How much longer than alone a micro-batch is taken to be on its way forwards."""
+    backward: float
+    window: float
+    """A micro-batch enters when that share of those that fit entirely are before it on their way forwards; 0: at its
+    time."""
+    ahead: float
+    """See `GuardedPlay`."""
+    eager: bool
+    """See `Rule.eager_weights`; of no effect on whole backwards."""
+    eager_head: bool = True
+    patience: float = 0.0
+    mixed: bool = False
+    """See `GuardedPlay`."""
+
+    @classmethod
+    def of_two(cls, first: float, dense: int, then: float, stretch: float, window: float) -> Slant:
+        """One of two densities."""
+        return cls(dense, first, 0, then, then, 0, then, stretch, stretch, window, 0.0, False)
+
+    def entries(self, problem: Problem, longest: int) -> list[float]:
+        """By micro-batch, when it is to enter."""
+        count = problem.num_microbatches
+        window = self.window_of(problem)
+        way = self.forward * earliest_starts(problem)[problem.num_stages]
+        entry = [0.0] * count
+        for i in range(1, count):
+            gap = self.first if i < self.dense else self.second if i < self.dense + self.middle else self.then
+            gap = self.last if i >= max(self.dense + self.middle, count - self.end) else gap
+            entry[i] = entry[i - 1] + longest * gap
+            if i >= window:
+                entry[i] = max(entry[i], entry[i - window] + way)
+        return entry
+
+    def window_of(self, problem: Problem) -> int:
+        """In micro-batches."""
+        return max(1, round(self.window * most_whole(problem))) if self.window else problem.num_microbatches
+
+    def keys(self, problem: Problem, longest: int) -> list[float]:
+        """By operation, when it is to start."""
+        stages, count = problem.num_stages, problem.num_microbatches
+        ready, entry = earliest_starts(problem), self.entries(problem, longest)
+        key = []
+        for position in range(problem.num_operations // count):
+            # A weight operation comes right behind its input half.
+            chain = position if position < 2 * stages else 4 * stages - 1 - position
+            there, back = ready[min(chain, stages)], ready[max(chain, stages)] - ready[stages]
+            offset = self.forward * there + self.backward * back + (position >= 2 * stages)
+            key += [time + offset for time in entry]
+        return key
+
+    def play(self, problem: Problem) -> Play:
+        """May not be complete."""
+        longest = longest_work(problem)
+        rule = Rule(eager_weights=self.eager, patient_head=has_heavy_head(problem))
+        return GuardedPlay(
+            problem,
+            self.keys(problem, longest),
+            rule,
+            ahead=self.ahead * longest,
+            patience=self.patience,
+            mixed=self.mixed,
+            eager_head=self.eager_head,
+        ).run()
+
+    def vary(self, rng: random.Random) -> Slant:
+        """One near it."""
+        fields = self._asdict()
+        for name in rng.choices(list(fields), k=rng.choice((1, 1, 2, 3))):
+            value = fields[name]
+            if isinstance(value, bool):
+                fields[name] = not value
+            elif isinstance(value, int):
+                fields[name] = max(0, value + rng.choice((-2, -1, 1, 2)))
+            elif name == "window":
+                fields[name] = rng.choice((0.0, rng.uniform(0.5, 1.4), value * rng.lognormvariate(0, 0.1)))
+            elif name == "ahead":
+                fields[name] = rng.choice(AHEAD)
+            elif name == "patience":
+                fields[name] = rng.choice(PATIENCE)
+            else:
+                fields[name] = value * rng.lognormvariate(0, 0.15)
+        return Slant(**fields)
+
+
 SLANTS = (
     # (first, dense, then, stretch, window)
     (0.3, 4, 0.5, 1.6, 0.0),
@@ -55,29 +156,16 @@ SLANTS = (
     (0.3, 3, 0.9, 1.15, 0.75),
     (0.6, 12, 0.7, 1.15, 1.0),
 )
-"""Time between entries of the first micro-batches in shares of a micro-batch's work on the busiest group, how many
-these are, time between the others, and how much longer than alone a micro-batch is taken to be on its way. Window: a
-micro-batch enters when that share of those that fit entirely are before it on their way forwards; 0: at its time."""
+"""Arguments of `Slant.of_two`."""
 
 
 def slanted_plays(problem: Problem) -> Iterator[Play]:
     """Plays of `SLANTS` that complete within the caps."""
-    stages, count = problem.num_stages, problem.num_microbatches
-    ready = earliest_starts(problem)
-    period, most = longest_work(problem), most_whole(problem)
-    for first, dense, then, stretch, share in SLANTS:
-        window = max(1, round(share * most)) if share else count
-        entry = [0.0] * count
-        for i in range(1, count):
-            entry[i] = entry[i - 1] + period * (first if i < dense else then)
-            if i >= window:
-                entry[i] = max(entry[i], entry[i - window] + stretch * ready[stages])
-        key = []
-        for operation in range(problem.num_operations):
-            position, microbatch = divmod(operation, count)
-            # A weight operation comes right behind its input half.
-            chain = position if position < 2 * stages else 4 * stages - 1 - position
-            key.append(entry[microbatch] + stretch * ready[chain] + (position >= 2 * stages))
+    stages, count, longest = problem.num_stages, problem.num_microbatches, longest_work(problem)
+    most = most_whole(problem)
+    for arguments in SLANTS:
+        slant = Slant.of_two(*arguments)
+        key, window = slant.keys(problem, longest), slant.window_of(problem)
         acquires: list[list[int]] = [[] for _ in range(problem.num_groups)]
         for operation in sorted(range(stages * count), key=key.__getitem__):
             acquires[problem.group_of(operation)].append(operation)
@@ -90,76 +178,13 @@ def slanted_plays(problem: Problem) -> Iterator[Play]:
                 yield play
 
 
-class Slant(NamedTuple):
-    """When micro-batches enter, and how far others may go ahead of them. Times in shares of a micro-batch's work on the
-    busiest group."""
-
-    dense: int
-    """Micro-batches that enter `first` after one another, then `middle` ones with `second`, then with `then` each."""
-    first: float
-    middle: int
-    second: float
-    then: float
-    end: int
-    """The last ones, with `last`."""
-    last: float
-    forward: float
-    """How much longer than alone a micro-batch is taken to be on its way forwards."""
-    backward: float
-    window: float
-    """As in `SLANTS`."""
-    ahead: float
-    """See `GuardedPlay`."""
-    eager: bool
-    """See `Rule.eager_weights`; of no effect on whole backwards."""
-
-    def entries(self, problem: Problem, longest: int) -> list[float]:
-        """By micro-batch, when it is to enter."""
-        count = problem.num_microbatches
-        window = max(1, round(self.window * most_whole(problem))) if self.window else count
-        way = self.forward * earliest_starts(problem)[problem.num_stages]
-        entry = [0.0] * count
-        for i in range(1, count):
-            gap = self.first if i < self.dense else self.second if i < self.dense + self.middle else self.then
-            gap = self.last if i >= max(self.dense + self.middle, count - self.end) else gap
-            entry[i] = entry[i - 1] + longest * gap
-            if i >= window:
-                entry[i] = max(entry[i], entry[i - window] + way)
-        return entry
-
-    def play(self, problem: Problem) -> Play:
-        """May not be complete."""
-        stages, count, longest = problem.num_stages, problem.num_microbatches, longest_work(problem)
-        ready, entry = earliest_starts(problem), self.entries(problem, longest)
-        key = []
-        for position in range(problem.num_operations // count):
-            # A weight operation comes right behind its input half.
-            chain = position if position < 2 * stages else 4 * stages - 1 - position
-            there, back = ready[min(chain, stages)], ready[max(chain, stages)] - ready[stages]
-            offset = self.forward * there + self.backward * back + (position >= 2 * stages)
-            key += [time + offset for time in entry]
-        rule = Rule(eager_weights=self.eager, patient_head=has_heavy_head(problem))
-        return GuardedPlay(problem, key, rule, ahead=self.ahead * longest).run()
-
-    def vary(self, rng: random.Random) -> Slant:
-        """One near it."""
-        fields = self._asdict()
-        for name in rng.choices(list(fields), k=rng.choice((1, 1, 2, 3))):
-            value = fields[name]
-            if isinstance(value, bool):
-                fields[name] = not value
-            elif isinstance(value, int):
-                fields[name] = max(0, value + rng.choice((-2, -1, 1, 2)))
-            elif name == "window":
-                fields[name] = rng.choice((0.0, rng.uniform(0.5, 1.4), value * rng.lognormvariate(0, 0.1)))
-            elif name == "ahead":
-                fields[name] = rng.choice(AHEAD)
-            else:
-                fields[name] = value * rng.lognormvariate(0, 0.15)
-        return Slant(**fields)
-
-
 GUARDED = (
+    Slant(5, 0.336, 6, 0.542, 1.118, 11, 0.771, 1.162, 1.801, 0.851, 2.0, True, False, 0.75, True),
+    Slant(11, 0.271, 9, 0.257, 0.396, 5, 1.168, 0.897, 2.222, 0.792, 0.6, False, True, 0.75),
+    Slant(5, 0.439, 14, 0.535, 0.551, 4, 0.412, 1.1, 0.836, 0.932, 0.0, False),
+    Slant(3, 0.418, 5, 0.793, 0.995, 11, 0.697, 1.211, 2.006, 1.204, 2.0, False, True, 0.5),
+    Slant(1, 0.287, 15, 1.072, 0.677, 0, 0.649, 1.579, 1.311, 0.0, 4.0, True, False, 0.25, True),
+    Slant(10, 0.305, 8, 0.252, 0.348, 6, 0.923, 1.28, 1.965, 0.792, 0.6, False, True, 0.5),
     Slant(5, 0.473, 8, 0.594, 1.083, 11, 0.697, 1.211, 1.801, 0.889, 2.0, False),
     Slant(5, 0.443, 14, 0.471, 0.37, 6, 0.443, 1.1, 1.432, 0.974, 0.0, False),
     Slant(4, 0.429, 8, 0.594, 1.083, 11, 0.733, 1.131, 2.667, 0.818, 2.0, False),

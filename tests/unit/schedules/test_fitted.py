@@ -19,6 +19,7 @@ from disagmoe.schedules.problem import Problem, build_problem, order_fits
 from disagmoe.schedules.slants import GUARDED
 from disagmoe.schedules.timing import end_times, makespan
 from disagmoe.simulator.bounds import lower_bounds
+from disagmoe.simulator.chain import Chain
 from disagmoe.simulator.costs import Hop, StageCosts
 from disagmoe.simulator.engine import simulate
 from disagmoe.simulator.exact import one_machine_bound, optimum
@@ -212,10 +213,10 @@ def test_timing_is_the_simulators(case: Case, seed: int, split: bool) -> None:
         assert mine == pytest.approx([span.end_s for span in spans], abs=1e-9)
 
 
-@pytest.mark.parametrize("cap", [2, 3])
-def test_near_the_optimum(cap: int) -> None:
+@pytest.mark.parametrize(("cap", "head"), [(2, 0.0), (3, 0.0), (3, 1.0)])
+def test_near_the_optimum(cap: int, head: float) -> None:
     layout, layers = make_layout(2, 2), [True] * 4
-    costs = simple_costs([1.0] * 8 + [0.0], hop=0.5)
+    costs = simple_costs([1.0] * 8 + [head], hop=0.5)
     groups = tuple(layout.pipeline_group(s.role, s.group) for s in build_stages(layout, layers))
     problem = build_problem(costs, groups, num_groups=4, num_microbatches=4, cap=cap, split_backward=True, ticks=10)
     best = optimum(problem, limit_s=60)
@@ -285,6 +286,16 @@ def test_guarded_plays_keep_the_caps_and_complete(split: bool) -> None:
     assert complete >= 60
 
 
+def test_a_patient_play_expects_what_arrives_soon() -> None:
+    costs = simple_costs([1.0] * 5, hop=1.0)
+    problem = build_problem(costs, (0, 1, 0, 1, 0), num_groups=2, num_microbatches=2, split_backward=True)
+    play = GuardedPlay(problem, [0.0] * problem.num_operations, Rule(), ahead=0.0, patience=0.5)
+    play.coming = [[10, 15], []]
+    assert play._expects(0, 12, 8) and not play._expects(0, 12, 6) and not play._expects(1, 0, 8)
+    assert play.coming[0] == [15], "what has arrived is not expected"
+    assert not GuardedPlay(problem, play.key, Rule(), ahead=0.0)._expects(0, 12, 8)
+
+
 def test_a_guarded_play_takes_nothing_that_would_block_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for one micro-batch: while it is with the experts, the next one could start, and then neither could end."""
     costs = simple_costs([1.0] * 5, hop=1.0)
@@ -305,6 +316,36 @@ def test_bounds_by_hand() -> None:
     assert bounds.work_s == pytest.approx(1.5 + 6 + 2.5)
     schedule = make_fitted(layout, [True], costs=costs, num_microbatches=2)
     assert makespan(schedule, costs) == pytest.approx(bounds.best_s)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_bounds_know_that_the_head_holds_one_micro_batch(split: bool) -> None:
+    """Forward, backward and weights of the head of one micro-batch after another; then the way back of the last one."""
+    layout = make_layout(1, 1)
+    costs = simple_costs([0.1, 3.0, 2.0], hop=0.0)
+    common = {"num_microbatches": 4, "split_backward": split}
+    problem = build_problem(costs, (0, 1, 0), num_groups=2, **common)
+    chain = Chain(problem)
+    head = round(6.0 / problem.tick_s)
+    assert chain.head_ticks == pytest.approx(head, abs=3)
+    reached = chain.arrivals(3)
+    assert [time - reached[0] for time in reached] == pytest.approx([0, head, 2 * head, 3 * head], abs=20)
+    best = optimum(build_problem(costs, (0, 1, 0), num_groups=2, ticks=60, **common), limit_s=20)
+    assert best.status == "optimal"
+    assert lower_bounds(problem).best_s <= best.makespan_s * (1 + 1e-5)
+    assert makespan(make_fitted(layout, [True], costs=costs, **common), costs) >= best.makespan_s * (1 - 1e-5)
+
+
+def test_memory_elsewhere_holds_up_forwards_too() -> None:
+    """Group 0 has room for two micro-batches: group 1, where nearly all work is, soon has nothing to do."""
+    layout, layers = make_layout(2, 1), [True] * 2
+    costs = simple_costs([0.1, 1.0, 0.1, 1.0, 0.0], hop=1.5, activation_bytes=[1.0, 0.1, 0.1, 0.1, 0.0])
+    groups = tuple(layout.pipeline_group(s.role, s.group) for s in build_stages(layout, layers))
+    common = {"num_microbatches": 8, "memory_bytes": [2.2, 100.0, 100.0]}
+    bounds = lower_bounds(build_problem(costs, groups, num_groups=3, **common))
+    assert bounds.ramp_s > bounds.work_s + 0.5
+    assert makespan(make_fitted(layout, layers, costs=costs, **common), costs) >= bounds.best_s * (1 - 1e-5)
+    assert lower_bounds(build_problem(costs, groups, num_groups=3, num_microbatches=8)).ramp_s == 0
 
 
 def test_others_go_between_a_heavy_heads_forward_and_backward() -> None:
