@@ -27,12 +27,11 @@ class Kind(Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
-    @property
-    def is_compute(self) -> bool:
-        return self in _COMPUTE
+    def __init__(self, letters: str) -> None:
+        self.is_compute = len(letters) == 1
 
-
-_COMPUTE = frozenset({Kind.FORWARD, Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+    # Enum's own goes by name, in Python: actions are hashed millions of times. Members exist once.
+    __hash__ = object.__hash__
 
 
 class Action(NamedTuple):

@@ -124,7 +124,7 @@ def best_order(
         if best is None or played.makespan < best.makespan * (1 - WORTHWHILE):
             best = played
     assert best is not None, "no wave fits into in_flight, although rounds of one micro-batch always do"
-    return tuple(tuple(order) for order in best.orders)
+    return best.orders()
 
 
 def wave_policy(layout: Layout, group_of_stage: Sequence[int], wave: Wave, *, name: str, in_flight: int) -> Policy:

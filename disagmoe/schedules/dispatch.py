@@ -103,23 +103,24 @@ class Play:
         """Play to the end."""
         events, pop, push = self.events, heapq.heappop, heapq.heappush
         count, group_of = self.problem.num_microbatches, self.problem.group
-        send, recv, latency = self.problem.send, self.problem.recv, self.problem.latency
+        send, recv, latency, link = self.problem.send, self.problem.recv, self.problem.latency, self.link
         recv_free, free_at, coming = self.recv_free, self.free_at, self.coming
-        dirty = set(range(self.problem.num_groups))
+        dirty = list(range(self.problem.num_groups))
+        decide, arrive = self._follow if self.fixed else self._decide, self._arrive
         now = 0
         while True:
             for group in dirty:
                 if free_at[group] <= now:
-                    self._decide(group, now)
+                    decide(group, now)
             if not events:
                 break
-            dirty = set()
+            dirty = []
             now = events[0][0]
             while events and events[0][0] == now:
                 _, what, number = pop(events)
                 if what == 0:  # Operation `number` begins to send: reserve the receiver's time.
                     position = number // count
-                    group = group_of[position + 1] + self.link[position]
+                    group = group_of[position + 1] + link[position]
                     mine, sent = recv[position], send[position]
                     begin = now + latency[position] + (sent - mine if sent > mine else 0)
                     if begin < recv_free[group]:
@@ -128,11 +129,12 @@ class Play:
                     push(events, (begin + mine, 1, number + count))
                     if coming is not None:
                         push(coming[group_of[position + 1]], begin + mine)
-                elif what == 1:
-                    self._arrive(number)
-                    dirty.add(group_of[number // count])
-                else:
-                    dirty.add(number)
+                    continue
+                if what == 1:
+                    arrive(number)
+                    number = group_of[number // count]
+                if number not in dirty:
+                    dirty.append(number)
         self.makespan = max(free_at)
         return self
 
@@ -166,9 +168,6 @@ class Play:
 
     def _decide(self, group: int, now: int) -> None:
         """Start what `group` prefers among what is ready."""
-        if self.fixed:
-            self._follow(group, now)
-            return
         ready, weights, rule = self.ready[group], self.weights[group], self.rule
         order, place = self.acquires[group], self.next[group]
         acquire = -1
@@ -202,6 +201,7 @@ class Play:
             self._start(heapq.heappop(self.head[group])[1], group, now)
 
     def _follow(self, group: int, now: int) -> None:
+        """Start what is next of all operations of `group`, if it is ready."""
         order, place = self.acquires[group], self.next[group]
         if place < len(order) and (order[place] >= self.chain or self.arrived[order[place]]):
             self.next[group] += 1

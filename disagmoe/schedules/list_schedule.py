@@ -48,7 +48,10 @@ class Policy:
 
 
 class ListSchedule:
-    """One play. All state is by group or by flat index stage * num_microbatches + microbatch."""
+    """One play. All state is by group or by flat index stage * num_microbatches + microbatch.
+
+    What is played is kept as `index` for a forward and ~index for a backward: actions are made of the best play only.
+    """
 
     def __init__(self, group_of_stage: Sequence[int], num_groups: int, costs: Costs, policy: Policy) -> None:
         self.group_of_stage = group_of_stage
@@ -57,106 +60,108 @@ class ListSchedule:
         self.costs = costs
         self.policy = policy
         size = len(policy.forwards)
-        self.num_microbatches = size // self.num_stages
-        self.forward_input = [False] * size
-        self.forward_input[: self.num_microbatches] = [True] * self.num_microbatches
-        self.output_gradient = [False] * size
-        self.forward_done = [False] * size
-        self.forwards: list[list[tuple[int, int]]] = [[] for _ in range(num_groups)]
-        self.backwards: list[list[tuple[int, int]]] = [[] for _ in range(num_groups)]
+        count = self.num_microbatches = size // self.num_stages
+        self.last = self.num_stages - 1
+        self.head_group = group_of_stage[self.last]
+        self.forward_input = bytearray(size)
+        self.forward_input[:count] = bytes([1]) * count
+        self.output_gradient = bytearray(size)
+        self.forward_done = bytearray(size)
+        self.forwards: list[list[int]] = [[] for _ in range(num_groups)]
+        self.backwards: list[list[int]] = [[] for _ in range(num_groups)]
         self.rank: list[list[int]] = [[] for _ in range(num_groups)]
-        last = self.num_stages - 1
         for rank, (stage, microbatch) in enumerate(policy.forwards):
-            if stage != last:
-                self.forwards[group_of_stage[stage]].append((stage, microbatch))
+            if stage != self.last:
+                self.forwards[group_of_stage[stage]].append(stage * count + microbatch)
                 self.rank[group_of_stage[stage]].append(rank)
         for stage, microbatch in policy.backwards:
-            if stage != last:
-                self.backwards[group_of_stage[stage]].append((stage, microbatch))
-        self.heads = [microbatch for stage, microbatch in policy.forwards if stage == last]
+            if stage != self.last:
+                self.backwards[group_of_stage[stage]].append(stage * count + microbatch)
+        self.heads = [self.last * count + microbatch for stage, microbatch in policy.forwards if stage == self.last]
         self.next_head = 0
         self.lead = list(policy.lead)
         self.next_forward = [0] * num_groups
         self.next_backward = [0] * num_groups
-        self.busy = [False] * num_groups
         self.free_at = [0.0] * num_groups
         self.admitted = 0
         self.retired = 0
-        self.orders: list[list[Action]] = [[] for _ in range(num_groups)]
-        self.events: list[tuple[float, int, int, int, int]] = []
+        self.played: list[list[int]] = [[] for _ in range(num_groups)]
+        self.events: list[tuple[float, int, int]] = []
+        """Time, what (0: a group is free; 1: a forward's input; 2: a gradient), group or index."""
         self.makespan = 0.0
 
     def play(self) -> ListSchedule:
-        """Play to the end and return self: `orders` (by group), `makespan` and `lead` hold the result."""
+        """Play to the end and return self: `orders`, `makespan` and `lead` hold the result."""
         todo = 2 * self.num_stages * self.num_microbatches
+        events, free_at, count, group_of_stage = self.events, self.free_at, self.num_microbatches, self.group_of_stage
         dirty = set(range(self.num_groups))
         now = 0.0
         while True:
-            for group in sorted(dirty):
-                todo -= self._decide(group, now)
+            for group in sorted(dirty) if len(dirty) > 1 else dirty:
+                if free_at[group] <= now:
+                    todo -= self._decide(group, now)
             if not todo:
                 break
-            if not self.events:
+            if not events:
                 self._relieve(now)
                 todo -= 1
-            now = self.events[0][0]
+            now = events[0][0]
             dirty = set()
-            while self.events and self.events[0][0] == now:
-                dirty |= self._apply(self.events)
-        self.makespan = max((event[0] for event in self.events), default=now)
+            while events and events[0][0] == now:
+                _, what, number = heapq.heappop(events)
+                if what == 0:
+                    dirty.add(number)
+                    continue
+                (self.forward_input if what == 1 else self.output_gradient)[number] = 1
+                dirty.add(group_of_stage[number // count])
+        self.makespan = max((event[0] for event in events), default=now)
         return self
 
-    def _apply(self, events: list[tuple[float, int, int, int, int]]) -> set[int]:
-        """Pop one event: a group is free again, or a payload has arrived; returns the group concerned."""
-        time, what, group, stage, microbatch = heapq.heappop(events)
-        index = stage * self.num_microbatches + microbatch
-        if what == 0:
-            self.busy[group] = self.free_at[group] > time
-        elif what == 1:
-            self.forward_input[index] = True
-        else:
-            self.output_gradient[index] = True
-        return {group}
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """By group, its actions in the order in which they were played."""
+        count = self.num_microbatches
+        return tuple(
+            tuple(
+                Action(Kind.FORWARD, *divmod(index, count))
+                if index >= 0
+                else Action(Kind.FULL_BACKWARD, *divmod(~index, count))
+                for index in played
+            )
+            for played in self.played
+        )
 
-    def _has_input(self, stage: int, microbatch: int) -> bool:
-        """Whether the forward of (stage, microbatch) could start; a first one only within `in_flight`."""
-        if stage == 0 and self.admitted - self.retired >= self.policy.in_flight:
+    def _has_input(self, index: int) -> bool:
+        """Whether the forward `index` could start; a first one only within `in_flight`."""
+        if index < self.num_microbatches and self.admitted - self.retired >= self.policy.in_flight:
             return False
-        return self.forward_input[stage * self.num_microbatches + microbatch]
+        return bool(self.forward_input[index])
 
     def _forward_ready(self, group: int) -> bool:
-        position = self.next_forward[group]
-        return position < len(self.forwards[group]) and self._has_input(*self.forwards[group][position])
+        position, forwards = self.next_forward[group], self.forwards[group]
+        return position < len(forwards) and self._has_input(forwards[position])
 
     def _backward_ready(self, group: int) -> bool:
-        position = self.next_backward[group]
-        if position == len(self.backwards[group]):
+        position, backwards = self.next_backward[group], self.backwards[group]
+        if position == len(backwards):
             return False
-        stage, microbatch = self.backwards[group][position]
-        index = stage * self.num_microbatches + microbatch
-        return self.forward_done[index] and self.output_gradient[index]
-
-    def _head_ready(self, group: int) -> bool:
-        last = self.num_stages - 1
-        if self.group_of_stage[last] != group or self.next_head == len(self.heads):
-            return False
-        return self._has_input(last, self.heads[self.next_head])
+        index = backwards[position]
+        return bool(self.forward_done[index] and self.output_gradient[index])
 
     def _decide(self, group: int, now: float) -> int:
-        """Start what `group` prefers among what is ready; returns the number of actions started."""
-        if self.busy[group]:
-            return 0
-        may_lead = self.next_forward[group] - self.next_backward[group] < self.lead[group]
-        if self._head_ready(group):
-            end = self._start_forward(group, self.num_stages - 1, self.heads[self.next_head], now)
-            self._start_backward(group, self.num_stages - 1, self.heads[self.next_head], end)
-            self.next_head += 1
-            return 2
-        if may_lead and self._forward_ready(group):
+        """Start what `group`, which is free, prefers among what is ready; returns the number of actions started."""
+        if group == self.head_group and self.next_head < len(self.heads):
+            head = self.heads[self.next_head]
+            if self._has_input(head):
+                end = self._start_forward(group, head, now)
+                self._start_backward(group, head, end)
+                self.next_head += 1
+                return 2
+        place = self.next_backward[group]
+        if self.next_forward[group] - place < self.lead[group] and self._forward_ready(group):
             self._start_next_forward(group, now)
         elif self._backward_ready(group):
-            self._start_backward(group, *self.backwards[group][self.next_backward[group]], now)
             self.next_backward[group] += 1
+            self._start_backward(group, self.backwards[group][place], now)
         else:
             return 0
         return 1
@@ -174,31 +179,29 @@ class ListSchedule:
         self._start_next_forward(group, now)
 
     def _start_next_forward(self, group: int, now: float) -> None:
-        stage, microbatch = self.forwards[group][self.next_forward[group]]
+        index = self.forwards[group][self.next_forward[group]]
         self.next_forward[group] += 1
-        self.forward_done[stage * self.num_microbatches + microbatch] = True
-        self._start_forward(group, stage, microbatch, now)
+        self.forward_done[index] = 1
+        self._start_forward(group, index, now)
 
-    def _start_forward(self, group: int, stage: int, microbatch: int, now: float) -> float:
+    def _start_forward(self, group: int, index: int, now: float) -> float:
         """Returns its end."""
-        self.admitted += stage == 0
-        self.orders[group].append(Action(Kind.FORWARD, stage, microbatch))
-        end = self._occupy(group, now + self.costs.forward[stage])
-        if stage + 1 < self.num_stages:
-            event = (end + self.costs.hop, 1, self.group_of_stage[stage + 1], stage + 1, microbatch)
-            heapq.heappush(self.events, event)
+        stage = index // self.num_microbatches
+        if stage == 0:
+            self.admitted += 1
+        self.played[group].append(index)
+        end = self.free_at[group] = now + self.costs.forward[stage]
+        heapq.heappush(self.events, (end, 0, group))
+        if stage < self.last:
+            heapq.heappush(self.events, (end + self.costs.hop, 1, index + self.num_microbatches))
         return end
 
-    def _start_backward(self, group: int, stage: int, microbatch: int, now: float) -> None:
-        self.retired += stage == 0
-        self.orders[group].append(Action(Kind.FULL_BACKWARD, stage, microbatch))
-        end = self._occupy(group, now + self.costs.backward[stage])
+    def _start_backward(self, group: int, index: int, now: float) -> None:
+        stage = index // self.num_microbatches
+        self.played[group].append(~index)
+        end = self.free_at[group] = now + self.costs.backward[stage]
+        heapq.heappush(self.events, (end, 0, group))
         if stage > 0:
-            event = (end + self.costs.hop, 2, self.group_of_stage[stage - 1], stage - 1, microbatch)
-            heapq.heappush(self.events, event)
-
-    def _occupy(self, group: int, until: float) -> float:
-        self.busy[group] = True
-        self.free_at[group] = until
-        heapq.heappush(self.events, (until, 0, group, 0, 0))
-        return until
+            heapq.heappush(self.events, (end + self.costs.hop, 2, index - self.num_microbatches))
+        else:
+            self.retired += 1
