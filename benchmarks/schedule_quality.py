@@ -39,7 +39,7 @@ EPSILON = 1e-5
 UNMET = (
     "",
     "What is known about these: the bound is the best of those named in the table below (cap p on cells: `flow`, where",
-    "that is more), no proved optimum. Each looks at one group, and takes the way through all others as free of waits.",
+    "that is more), no proved optimum. Each takes the way between a group's operations as free of waits.",
     "So neither a schedule within the limit nor a proof that there is none is known. Under tight memory waits anywhere",
     "lengthen the lives of activations everywhere; and a heavy head, with one micro-batch at a time, spreads the first",
     "and the last micro-batches.",

@@ -131,13 +131,11 @@ def make_fitted(
     simple = list(_simple_plays(frame, problem))
     effort = effort or (EFFORT_LARGE if problem.num_operations > LARGE else EFFORT)
     best = search(problem, simple, effort=effort)
-    schedule = _hoisted(frame, problem, best, costs, hoist=hoist, send_after=send_after)
-    end = makespan(schedule, costs)
+    schedule, end = _hoisted(frame, problem, best, costs, hoist=hoist, send_after=send_after)
     for play in simple:
         # Posting receives, and links of two kinds, are known only now.
         if play is not best and play.makespan * problem.tick_s < end:
-            other = _hoisted(frame, problem, play, costs, hoist=hoist, send_after=send_after)
-            other_end = makespan(other, costs)
+            other, other_end = _hoisted(frame, problem, play, costs, hoist=hoist, send_after=send_after)
             schedule, end = (other, other_end) if other_end < end else (schedule, end)
     validate(schedule, in_flight=in_flight)
     return schedule
@@ -262,8 +260,8 @@ def _simple_plays(frame: _Frame, problem: Problem) -> Iterator[Play]:
 
 def _hoisted(
     frame: _Frame, problem: Problem, play: Play, costs: StageTimes, *, hoist: int, send_after: int
-) -> Schedule:
-    """Receives as late as `hoist` says, or earlier where transfers would wait for them otherwise."""
+) -> tuple[Schedule, float]:
+    """Receives as late as `hoist` says, or earlier where transfers would wait for them otherwise; with its makespan."""
     compute = compute_orders(problem, play)
     wanted, hoist = _wanted_hoist(problem, play), max(1, hoist)
     while hoist < min(wanted, LONGEST_HOIST):
@@ -272,8 +270,9 @@ def _hoisted(
     end = makespan(best, costs)
     if hoist < LONGEST_HOIST and end > play.makespan * problem.tick_s * (1 + HOIST_GAIN):
         other = frame.finish("fitted", compute, hoist=LONGEST_HOIST, send_after=send_after)
-        best = other if makespan(other, costs) < end * (1 - HOIST_GAIN) else best
-    return best
+        other_end = makespan(other, costs)
+        best, end = (other, other_end) if other_end < end * (1 - HOIST_GAIN) else (best, end)
+    return best, end
 
 
 def _wanted_hoist(problem: Problem, play: Play) -> int:
