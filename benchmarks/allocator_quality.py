@@ -131,9 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gains(results: dict[str, Any]) -> dict[str, float]:
-    return {
-        nics: mean_gain([r for key, r in results.items() if key.endswith(nics)]) for nics in ("tied", "pooled")
-    }
+    return {nics: mean_gain([r for key, r in results.items() if key.endswith(nics)]) for nics in ("tied", "pooled")}
 
 
 if __name__ == "__main__":

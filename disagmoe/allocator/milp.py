@@ -189,17 +189,13 @@ class _Model:
         self.room = self._int(SHARE, SHARE * 4096, "K")
         workers = list(tables.ffn_workers)
         state = self._lookup(self.ffn_workers, workers, lambda n: tables.ffn_workers[n].state_bytes / MIB)
-        kept = self._lookup(
-            self.ffn_workers, workers, lambda n: tables.ffn_workers[n].kept_bytes / MIB * SHARE
-        )
+        kept = self._lookup(self.ffn_workers, workers, lambda n: tables.ffn_workers[n].kept_bytes / MIB * SHARE)
         free = int(tables.capacity[1] / MIB)
         self.ffn_layers = self._lookup(self.ffn_depth, list(tables.ffn_depths), lambda p: tables.ffn_depths[p].layers)
         fixed = self._product([self.ffn_layers, state], free)
         used = self._product([self.ffn_layers, self.samples, kept], SHARE * free)
         alive = self._product([used, self.room], SHARE * SHARE * free)
-        passing = self._lookup(
-            self.ffn_workers, workers, lambda n: tables.ffn_workers[n].passing_bytes / MIB * SHARE
-        )
+        passing = self._lookup(self.ffn_workers, workers, lambda n: tables.ffn_workers[n].passing_bytes / MIB * SHARE)
         matrix = self._lookup(self.ffn_workers, workers, lambda n: tables.ffn_workers[n].matrix_bytes / MIB * SHARE)
         once = self._product([self.samples, passing], SHARE * free) + matrix
         model.add(alive + SHARE * once + SHARE * SHARE * fixed <= SHARE * SHARE * free)

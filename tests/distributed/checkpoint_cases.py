@@ -39,9 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """Names of the matrix's rows and columns; all of different ways to hold the same model."""
 
 
-def config_of(
-    layout: str, documents: Path, folder: Path, *, global_batch_size: int = 14, **checkpoint: Any
-) -> Config:
+def config_of(layout: str, documents: Path, folder: Path, *, global_batch_size: int = 14, **checkpoint: Any) -> Config:
     """AdamW (two moments) on a model with router biases and shared experts, saving every second step."""
     options = dict(LAYOUTS[layout])
     mode = options.pop("mode", "disagmoe")
@@ -99,9 +97,7 @@ def load_body(case: Case, world: World) -> dict[str, tuple[Digests, list[float]]
         losses = []
         for step in range(trainer.position.step + 1, case.steps + 1):
             losses.append(trainer.train_step(step)["loss"])
-            trainer.position = replace(
-                trainer.position, step=step, next_sample=trainer.position.next_sample + 14
-            )
+            trainer.position = replace(trainer.position, step=step, next_sample=trainer.position.next_sample + 14)
         results[name] = (held, losses)
     trainer.close()
     return results

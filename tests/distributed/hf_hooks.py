@@ -17,9 +17,7 @@ Logits = list[tuple[int, int, Tensor]]
 """(step, micro-batch, logits [B, L, V] of this process's slice of it)."""
 
 
-def watch_and_export(
-    engine: Engine, *, recipe: str, flavor: str, source: str, exports: dict[int, str]
-) -> Logits:
+def watch_and_export(engine: Engine, *, recipe: str, flavor: str, source: str, exports: dict[int, str]) -> Logits:
     """Note all logits; before the steps in `exports` write the model to their folders."""
     logits: Logits = []
     now = {"step": 0, "microbatch": -1}
@@ -43,9 +41,7 @@ def watch_and_export(
     def run_noting_the_step(inputs: Sequence[MicrobatchInput], *, loss_scale: float, step: int) -> Tensor | None:
         now.update(step=step, microbatch=-1)
         if step in exports:
-            export_modules(
-                engine.modules, load_recipe(recipe), flavor, exports[step], source=source, dtype="float32"
-            )
+            export_modules(engine.modules, load_recipe(recipe), flavor, exports[step], source=source, dtype="float32")
         return run(inputs, loss_scale=loss_scale, step=step)
 
     engine.run = run_noting_the_step  # type: ignore[method-assign]

@@ -74,9 +74,7 @@ def test_samples_differ_in_valid_tokens(documents: Path) -> None:
 
 @pytest.mark.parametrize("layout", [(1, 1, 2, 2), (2, 2, 1, 2), (3, 3, 1, 1), (1, 2, 2, 1)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_clipping_by_hand(
-    family: str, layout: tuple[int, int, int, int], worlds: Worlds, documents: Path
-) -> None:
+def test_clipping_by_hand(family: str, layout: tuple[int, int, int, int], worlds: Worlds, documents: Path) -> None:
     """One step of SGD with clipped gradients, computed here from the unsplit model's."""
     case = batch_case(documents, family, layout=layout, microbatches=4, steps=1)
     expected, result = worlds.reference(case), worlds.run(case)
@@ -102,9 +100,7 @@ def test_router_bias_moves_once_a_step(
     layout: tuple[int, int, int, int], microbatches: int, recompute: str, worlds: Worlds, documents: Path
 ) -> None:
     """By hand: one move up or down an expert, against its load over all micro-batches and workers; zero in the mean."""
-    config = batch_case(
-        documents, "deepseek_moe", layout=layout, microbatches=microbatches, recompute=recompute
-    ).config
+    config = batch_case(documents, "deepseek_moe", layout=layout, microbatches=microbatches, recompute=recompute).config
     hook = "tests.distributed.harness.hooks:count_tokens"
     result = worlds.run(Case(config=config, steps=1, hook=hook))
     tokens = SAMPLES * config.training.seq_len

@@ -147,9 +147,7 @@ def test_disk_full(worlds: Worlds, documents: Path, small: Path) -> None:
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_a_write_error_of_the_system_is_shown(
-    worlds: Worlds, documents: Path, tmp_path: Path, async_mode: str
-) -> None:
+def test_a_write_error_of_the_system_is_shown(worlds: Worlds, documents: Path, tmp_path: Path, async_mode: str) -> None:
     config = config_of("none", documents, tmp_path, async_mode=async_mode)
     result = run(worlds, config, 4, largest_file=2_000_000)
     assert "could not be saved: on rank 0" in result["error"] and "File too large" in result["error"]

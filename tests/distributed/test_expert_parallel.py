@@ -116,9 +116,7 @@ def test_trains_like_the_unsplit_model(combination: dict[str, Any], worlds: Worl
 
 @pytest.mark.full
 @pytest.mark.parametrize("combination", REST, ids=name_of)
-def test_trains_like_the_unsplit_model_everywhere(
-    combination: dict[str, Any], worlds: Worlds, documents: Path
-) -> None:
+def test_trains_like_the_unsplit_model_everywhere(combination: dict[str, Any], worlds: Worlds, documents: Path) -> None:
     check(combination, worlds, documents)
 
 

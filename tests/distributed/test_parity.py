@@ -102,9 +102,7 @@ def test_trains_like_the_unsplit_model(combination: dict[str, Any], worlds: Worl
 
 @pytest.mark.full
 @pytest.mark.parametrize("combination", FULL, ids=name_of)
-def test_trains_like_the_unsplit_model_everywhere(
-    combination: dict[str, Any], worlds: Worlds, documents: Path
-) -> None:
+def test_trains_like_the_unsplit_model_everywhere(combination: dict[str, Any], worlds: Worlds, documents: Path) -> None:
     check(combination, worlds, documents)
 
 
@@ -113,9 +111,7 @@ def test_trains_like_the_unsplit_model_everywhere(
 def test_no_token_is_nearly_undecided(family: str, optimizer: str, worlds: Worlds, documents: Path) -> None:
     """What the comparisons above rest on; see `SEEDS`. Scores are about 1/8 +- 1e-3 or more; rounding is below 1e-8."""
     for global_batch_size in (NUM_STAGES + 1, 2 * (NUM_STAGES + 1)):
-        config = make_config(
-            family, documents, optimizer=OPTIMIZERS[optimizer], global_batch_size=global_batch_size
-        )
+        config = make_config(family, documents, optimizer=OPTIMIZERS[optimizer], global_batch_size=global_batch_size)
         watched = Case(config=config, hook="tests.distributed.harness.hooks:watch_margins")
         assert min(worlds.reference(watched).extras[0]) > 2e-7
 

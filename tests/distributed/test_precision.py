@@ -37,9 +37,7 @@ def test_recomputing_changes_nothing(family: str, recompute: str, worlds: Worlds
 
 @pytest.mark.parametrize("layout", [(1, 1, 2, 2), (2, 2, 2, 1)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16(
-    family: str, layout: tuple[int, int, int, int], worlds: Worlds, documents: Path
-) -> None:
+def test_bfloat16(family: str, layout: tuple[int, int, int, int], worlds: Worlds, documents: Path) -> None:
     """Losses of five steps within 2 % of the unsplit bfloat16 model's and of the float32 one's."""
     half: dict[str, Any] = {"training": {"dtype": "bfloat16"}}
     case = Case(config=make_config(family, documents, layout=layout, microbatches=4, optimizer=ADAMW, **half))

@@ -84,10 +84,6 @@ def test_workers_that_do_not_divide_the_experts(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("samples", "microbatches"), [(2, 1), (4, 2), (5, 3)])
-def test_workers_without_samples(
-    family: str, samples: int, microbatches: int, worlds: Worlds, documents: Path
-) -> None:
+def test_workers_without_samples(family: str, samples: int, microbatches: int, worlds: Worlds, documents: Path) -> None:
     """Three A-workers, at most two samples a micro-batch: the last one never has anything to do."""
-    run_both(
-        worlds, documents, family, layout=(1, 1, 3, 2), global_batch_size=samples, microbatches=microbatches
-    )
+    run_both(worlds, documents, family, layout=(1, 1, 3, 2), global_batch_size=samples, microbatches=microbatches)

@@ -72,9 +72,7 @@ def test_trains_like_the_unsplit_model(combination: dict[str, Any], worlds: Worl
 
 @pytest.mark.full
 @pytest.mark.parametrize("combination", FULL, ids=name_of)
-def test_trains_like_the_unsplit_model_widely(
-    combination: dict[str, Any], worlds: Worlds, documents: Path
-) -> None:
+def test_trains_like_the_unsplit_model_widely(combination: dict[str, Any], worlds: Worlds, documents: Path) -> None:
     check(combination, worlds, documents)
 
 

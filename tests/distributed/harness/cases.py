@@ -191,9 +191,7 @@ def make_config(
         ),
         # Shorter than a case's own limit: a lost message is then reported with its edge and peer.
         comm=CommConfig(backend="gloo", timeout_s=30.0, heartbeat_timeout_s=30.0, strict_order=strict_order),
-        training=TrainingConfig(
-            steps=5, seq_len=seq_len, global_batch_size=global_batch_size, **(training or {})
-        ),
+        training=TrainingConfig(steps=5, seq_len=seq_len, global_batch_size=global_batch_size, **(training or {})),
         optimizer=optimizer,
         lr_scheduler=LRSchedulerConfig(warmup_steps=2),
         data=DataConfig(source=str(data), shuffle=False),

@@ -86,6 +86,8 @@ def test_a_hanging_trial_is_ended(tmp_path: Path) -> None:
     runner = Runner(command=command, config=tmp_path / "c.toml", folder=tmp_path / "t", steps=4, timeout_s=0.5)
     trial = runner.run({"attn_workers": 2})
     assert trial.step_s is None and "took longer than 0.5 s" in trial.error
-    assert Runner(
-        command="/no/such/program", config=tmp_path / "c.toml", folder=tmp_path / "t", steps=4, timeout_s=1
-    ).run({}).error.startswith("can't be started")
+    assert (
+        Runner(command="/no/such/program", config=tmp_path / "c.toml", folder=tmp_path / "t", steps=4, timeout_s=1)
+        .run({})
+        .error.startswith("can't be started")
+    )

@@ -101,7 +101,7 @@ def test_launch_says_how_long_to_wait_for_the_end(capsys: pytest.CaptureFixture[
     [
         ((), ""),
         (("--checkpoint.resume=10",), ""),
-        (("--checkpoint.resume=20",), "checkpoint.resume = \"20\": out/checkpoints/step-00000020: there is no such"),
+        (("--checkpoint.resume=20",), 'checkpoint.resume = "20": out/checkpoints/step-00000020: there is no such'),
         (("--checkpoint.resume=none",), "holds an earlier run, which is never overwritten"),
         (("--checkpoint.enable=false",), "holds an earlier run, which is never overwritten"),
         (("--training.seq_len=64",), "command line: training.seq_len = 64: must be 128 as in step-00000010"),
@@ -122,7 +122,7 @@ def test_a_folder_for_checkpoints_that_is_none(capsys: pytest.CaptureFixture[str
     Path("out/checkpoints").mkdir()
     Path("out/other").write_text("")
     assert run("check", "mine.toml", "--launch", "--checkpoint.folder=other") == 2
-    assert "checkpoint.folder = \"other\": out/other must be a folder that you may" in capsys.readouterr().err
+    assert 'checkpoint.folder = "other": out/other must be a folder that you may' in capsys.readouterr().err
 
 
 def test_a_run_without_checkpoints_is_not_continued() -> None:

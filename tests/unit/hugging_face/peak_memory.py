@@ -1,6 +1,6 @@
 """Run by a process of its own: builds one worker's part of a model, loads it, and prints what that took.
 
-    python -m tests.unit.hugging_face.peak_memory RECIPE FOLDER ROLE ATTN_DEPTH FFN_WORKERS
+python -m tests.unit.hugging_face.peak_memory RECIPE FOLDER ROLE ATTN_DEPTH FFN_WORKERS
 """
 
 from __future__ import annotations

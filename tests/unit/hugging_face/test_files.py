@@ -154,7 +154,10 @@ def test_a_flavor_goes_through_its_config_json_unchanged(name: str, tmp_path: Pa
         found = recipe.shape(str(tmp_path))
         assert found.layers == shape.layers
         assert (found.dim, found.vocab_size, found.norm_eps, found.rope) == (
-            shape.dim, shape.vocab_size, shape.norm_eps, shape.rope
+            shape.dim,
+            shape.vocab_size,
+            shape.norm_eps,
+            shape.rope,
         )
         assert find_recipe(tmp_path) is recipe
         # Flavors may differ in what a config.json does not say, such as initial weights.

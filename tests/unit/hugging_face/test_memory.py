@@ -27,9 +27,7 @@ LIMIT = 1.2
 def large_shape(name: str) -> ModelShape:
     """About 0.9 GB in bfloat16: 4 layers of 16 experts of 9.4 MB, an embedding and a head of 123 MB."""
     oss = name == "gpt_oss"
-    attention = AttentionShape(
-        num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=not oss, bias=oss, sinks=oss
-    )
+    attention = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=not oss, bias=oss, sinks=oss)
     moe = MoEShape(num_experts=16, top_k=2, expert_dim=1536, bias=oss, route_norm=True)
     base = load_recipe(name).shape("debug")
     return ModelShape(
@@ -73,9 +71,7 @@ def test_peak_memory(name: str, quantised: bool, role: str, tmp_path: Path) -> N
     command = [sys.executable, "-m", "tests.unit.hugging_face.peak_memory", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     environment.pop("PYTHONSAFEPATH", None)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(f"{name} {role}{' MXFP4' if quantised else ''}: {found['peak_bytes'] / found['part_bytes']:.3f} of its part")

@@ -77,4 +77,3 @@ def check(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_the_way_back(case: str, tmp_path: Path) -> None:
     check(*CASES[case], tmp_path)
-

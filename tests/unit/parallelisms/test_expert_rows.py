@@ -28,9 +28,7 @@ def routing(num_tokens: int, num_experts: int, top_k: int, seed: int) -> Tensor:
     return torch.stack([torch.randperm(num_experts, generator=draw)[:top_k] for _ in range(num_tokens)]).view(-1, top_k)
 
 
-def plans_of(
-    ids: list[Tensor], experts: list[range], deduplicate: bool
-) -> tuple[list[SendPlan], list[ReceivePlan]]:
+def plans_of(ids: list[Tensor], experts: list[range], deduplicate: bool) -> tuple[list[SendPlan], list[ReceivePlan]]:
     shares = Shares(experts, torch.device("cpu"))
     sent = [
         plan_send(i, shares, own=n, deduplicate=deduplicate, row_bytes=ROW_BYTES) if i.numel() else

@@ -60,9 +60,7 @@ def test_both_homes_of_a_tied_parameter_get_the_sum() -> None:
     assert a.grad is not None and f.grad is not None
     total = a.grad + f.grad
     alone.grad = None
-    sync = GradientSync(
-        groups=[SyncGroup(group=None, copies=((a, f), (alone,)))], counted=[a, alone], world=None
-    )
+    sync = GradientSync(groups=[SyncGroup(group=None, copies=((a, f), (alone,)))], counted=[a, alone], world=None)
     sync.reduce()
     assert torch.equal(a.grad, total) and torch.equal(f.grad, total)
     assert alone.grad is not None and torch.equal(alone.grad, torch.zeros(2)), "no gradient counts as zeros"

@@ -61,9 +61,7 @@ def test_draft_needs_counts_only() -> None:
 @given(routing=routings())
 def test_primary_is_among_the_receivers(routing: tuple[torch.Tensor, list[range]]) -> None:
     ids_TK, experts_by_peer = routing
-    hit_TN = torch.stack(
-        [((ids_TK >= r.start) & (ids_TK < r.stop)).any(1) for r in experts_by_peer], dim=1
-    )
+    hit_TN = torch.stack([((ids_TK >= r.start) & (ids_TK < r.stop)).any(1) for r in experts_by_peer], dim=1)
     primary_T = choose_primaries(hit_TN)
     assert hit_TN.gather(1, primary_T[:, None]).all()
     assert torch.equal(primary_T, choose_primaries(hit_TN)), "deterministic"
