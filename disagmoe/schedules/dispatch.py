@@ -93,8 +93,8 @@ class Play:
         self.head_is_free = True
         """Whether no micro-batch's logits are alive."""
         self.events: list[tuple[int, int, int]] = []
-        self.coming: list[list[int]] | None = None
-        """By group, when inputs on their way will arrive; None: not needed."""
+        self.coming: list[list[tuple[int, int]]] | None = None
+        """By group, (time, operation) of inputs on their way; None: not needed."""
         self.makespan = 0
         for operation in range(count):
             self._arrive(operation)
@@ -128,7 +128,7 @@ class Play:
                     recv_free[group] = begin + mine
                     push(events, (begin + mine, 1, number + count))
                     if coming is not None:
-                        push(coming[group_of[position + 1]], begin + mine)
+                        push(coming[group_of[position + 1]], (begin + mine, number + count))
                     continue
                 if what == 1:
                     arrive(number)

@@ -41,7 +41,8 @@ class GuardedPlay(Play):
         key: by operation; of what may be taken the smallest is.
         rule: what else decides; not `by_key`, no `lead`.
         ahead: how much larger than the next acquisition's key another's may be to be taken instead.
-        patience: a weight operation does not start if an input arrives within this share of its duration.
+        patience: a weight operation does not start if an input that can be used arrives within this share of its
+            duration.
         mixed: an acquisition goes before releases of larger keys.
         eager_head: whether `rule.eager_weights` holds on the group of the last stage too.
         """
@@ -92,9 +93,13 @@ class GuardedPlay(Play):
         if self.coming is None:
             return False
         coming = self.coming[group]
-        while coming and coming[0] <= now:
+        while coming and coming[0][0] <= now:
             heapq.heappop(coming)
-        return bool(coming) and coming[0] < now + self.patience * duration
+        count, memory, until = self.problem.num_microbatches, self.problem.memory, now + self.patience * duration
+        return any(
+            time < until and (operation >= self.half or memory[operation // count] <= self.room[group])
+            for time, operation in coming
+        )
 
     def _choose(self, group: int) -> int:
         """The acquisition to make now; -1: none."""

@@ -290,9 +290,12 @@ def test_a_patient_play_expects_what_arrives_soon() -> None:
     costs = simple_costs([1.0] * 5, hop=1.0)
     problem = build_problem(costs, (0, 1, 0, 1, 0), num_groups=2, num_microbatches=2, split_backward=True)
     play = GuardedPlay(problem, [0.0] * problem.num_operations, Rule(), ahead=0.0, patience=0.5)
-    play.coming = [[10, 15], []]
-    assert play._expects(0, 12, 8) and not play._expects(0, 12, 6) and not play._expects(1, 0, 8)
-    assert play.coming[0] == [15], "what has arrived is not expected"
+    backward, forward = 6 * problem.num_microbatches, 2 * problem.num_microbatches
+    play.coming = [[(10, backward), (15, backward)], [(15, forward)]]
+    assert play._expects(0, 12, 8) and not play._expects(0, 12, 6) and play._expects(1, 12, 8)
+    assert play.coming[0] == [(15, backward)], "what has arrived is not expected"
+    play.room[1] = 0
+    assert not play._expects(1, 12, 8), "what does not fit is not expected"
     assert not GuardedPlay(problem, play.key, Rule(), ahead=0.0)._expects(0, 12, 8)
 
 
