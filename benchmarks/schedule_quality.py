@@ -317,15 +317,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("--resume needs --json FILE: the file to go on with")
         for entry in json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else ():
             known.setdefault((entry["instance"], entry["cap"]), []).append(Row(**entry))
+    resumed = bool(known)
     rows: list[Row] = []
     for instance in all_instances(options.kinds):
         for cap in instance.caps:
-            case = known.get((instance.name, instance.cap_name(cap))) or list(
+            case = known.pop((instance.name, instance.cap_name(cap)), None) or list(
                 measure(instance, cap, effort=0 if options.full else QUICK_EFFORT)
             )
             rows += case
             if options.json:
-                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+                # Those still to come are kept too, for a run that is stopped here.
+                everything = [asdict(row) for row in (*rows, *(row for left in known.values() for row in left))]
+                options.json.write_text(json.dumps(everything, indent=1), encoding="utf-8")
             found = ", ".join(f"{row.generator} {row.ratio:.3f}" for row in case if row.ratio is not None)
             print(f"{instance.name}, cap {instance.cap_name(cap)}: {found}", file=sys.stderr, flush=True)
     checks = requirements(rows)
@@ -333,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_random = try_random(10_000 if options.full else 1_000)
         curve = list(growth(options.full))
         minutes = time.process_time() / 60
-        made = "in several sittings of the same code" if known else f"in one run of {minutes:.0f} minutes of a core"
+        made = "in several sittings of the same code" if resumed else f"in one run of {minutes:.0f} minutes of a core"
         if options.full:
             document = report(rows, checks, num_random, curve, made)
             (ROOT / "docs" / "schedule_quality.md").write_text(document, encoding="utf-8")
