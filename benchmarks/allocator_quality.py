@@ -1,8 +1,12 @@
-"""The allocator against the paper's formula, simulated: python -m benchmarks.allocator_quality [--json FILE] [--quick].
+"""The allocator against the paper's formula, simulated.
+
+    python -m benchmarks.allocator_quality [--json FILE] [--quick] [--large [NODES]] [--docs FOLDER]
 
 Three models x four lengths x 4, 8 and 16 nodes of 8 H800, NICs tied to GPUs and pooled in a node. Both answers have the
 same memory model, recomputation, schedules and simulator; only the choice of the layout differs. The batch is 32
-samples a node. Results are kept in FILE as they come, and what is there is not computed again.
+samples a node. Results are kept in FILE as they come, and what is there is not computed again. `--large` runs the
+command on 1,280 nodes, for its time and memory. `--docs` computes the A : F comparison too and writes the generated
+part of allocation.md; with `--no-compute` from what FILE has.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.allocator_large import describe, run_large
+from benchmarks.allocator_page import write
+from benchmarks.allocator_ratios import all_ratios
 from benchmarks.paper_setting import MODELS
 from disagmoe.allocator.evaluate import Outcome
 from disagmoe.allocator.output import mfu, schedule_name
@@ -112,21 +119,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The allocator against the paper's formula, simulated.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the results here")
     parser.add_argument("--quick", action="store_true", help="two lengths, 4 nodes")
+    parser.add_argument("--large", type=int, nargs="?", const=1280, metavar="NODES", help="the command on 1,280 nodes")
+    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write the generated part of allocation.md there")
+    parser.add_argument("--no-compute", action="store_true", help="only show and write what FILE has")
     options = parser.parse_args(arguments)
-    done: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     if options.json is not None and options.json.exists():
-        done = json.loads(options.json.read_text(encoding="utf-8"))["cells"]
+        kept = json.loads(options.json.read_text(encoding="utf-8"))
+    done: dict[str, Any] = kept.get("cells", {})
     used: dict[str, Any] = {}
+
+    def keep(**more: Any) -> None:
+        kept.update(cells=done, gains=gains(done), **more)
+        if options.json is not None:
+            options.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+
     for model, length, nodes, pooled in cells(options.quick):
         key = f"{model}/{length}/{nodes}/{'pooled' if pooled else 'tied'}"
+        if key not in done and options.no_compute:
+            continue
         used[key] = done[key] = done.get(key) or measure(question_of(model, length, nodes, pooled=pooled))
         print("  ".join(row_of(key, used[key])), flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps({"cells": done, "gains": gains(done)}, indent=1), encoding="utf-8")
+        keep()
     print("\n" + as_text([row_of(key, result) for key, result in used.items()], HEADER))
     for nics, gain in gains(used).items():
         print(f"NICs {nics}: geometric mean of the paper's step over ours {1 + gain:.3f} ({gain:+.1%})")
     print(f"most memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    if options.large and not options.no_compute:
+        keep(large=run_large(options.large))
+        print(describe(kept["large"]))
+    if options.docs is not None:
+        if not options.no_compute:
+            keep(ratios=all_ratios(kept.get("ratios", {})))
+        every = (f"{m}/{length}/{n}/{'pooled' if p else 'tied'}" for m, length, n, p in cells(options.quick))
+        shown = {key: done.get(key) for key in every}
+        write(options.docs, {**kept, "cells": shown, "gains": gains(done)})
     return 0
 
 

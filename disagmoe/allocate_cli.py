@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 DEFAULT_CLUSTER = "h800x16"
 PINS = ("attn_depth", "ffn_depth", "attn_workers", "ffn_workers", "replicas", "microbatches", "in_flight")
 LAYOUT_KEYS = (*PINS, "schedule", "split_backward", "rank_order", "recompute")
+PLACEMENT = "disagmoe.attn_placement"
+DROPPED = (
+    f"{PLACEMENT} of the given configuration is dropped: layouts are planned and simulated with A-stages on the "
+    "A-groups in turn. `disagmoe check` says whether another placement would balance the answer's A-groups."
+)
 STAND_IN = (
     '# Stand-ins: put your data set and its tokenizer here, e.g. source = "allenai/c4" and '
     'tokenizer = "assets/tokenizer".'
@@ -36,6 +41,8 @@ def allocate(arguments: Sequence[str]) -> int:
     from disagmoe.simulator.report import as_text
 
     resolved = _base(options)
+    if _drops_placement(resolved):
+        print(f"warning: {DROPPED}", file=sys.stderr)
     question = make_question(resolved, options)
     if options.objective == "paper":
         return _paper(question)
@@ -119,6 +126,10 @@ def _base(options: argparse.Namespace) -> ResolvedConfig:
         path = Path(folder) / f"{options.recipe}.toml"
         path.write_text(f'[recipe]\nname = "{options.recipe}"\n', encoding="utf-8")
         return load_config(path, overrides)
+
+
+def _drops_placement(resolved: ResolvedConfig) -> bool:
+    return bool(resolved.config.disagmoe.attn_placement)
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
@@ -247,7 +258,8 @@ def toml_text(resolved: ResolvedConfig, answer: Answer, *, name: str) -> str:
     given: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     for key, source in resolved.sources.items():
         section, _, field = key.rpartition(".")
-        if section and source in ("toml", "command line") and not (section == "disagmoe" and field in LAYOUT_KEYS):
+        decided = section == "disagmoe" and field in LAYOUT_KEYS
+        if section and source in ("toml", "command line") and not decided and key != PLACEMENT:
             given[section][field] = resolved.value(key)
     given["recipe"] = {"name": config.recipe.name, "flavor": config.recipe.flavor}
     given["disagmoe"] = {**disagmoe_section(answer.best), **given["disagmoe"]}
@@ -255,7 +267,8 @@ def toml_text(resolved: ResolvedConfig, answer: Answer, *, name: str) -> str:
     given["data"] = {"source": config.data.source, "tokenizer": config.data.tokenizer, **given["data"]}
     nodes = sum(pool.nodes for pool in answer.best.placed.job.cluster.pools)
     launch = f"NNODES={nodes} NODE_RANK=... MASTER_ADDR=... " if nodes > 1 else ""
-    lines = [comment(answer), "#", f"#     {launch}CONFIG_FILE={name} ./run_train.sh"]
+    notes = [DROPPED] if _drops_placement(resolved) else []
+    lines = [comment(answer, notes), "#", f"#     {launch}CONFIG_FILE={name} ./run_train.sh"]
     for section, values in given.items():
         if not values:
             continue

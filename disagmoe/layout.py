@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from fractions import Fraction
 from typing import Literal
 
 RANK_ORDERS = ("paired", "mixed", "attn_first", "apart")
@@ -144,10 +143,12 @@ class Layout:
             )
         return tuple(by_name[n] for n in listed)
 
-    def _share_before(self, worker: Worker) -> Fraction:
-        """Where a worker stands among those of its role and replica, from 0 to 1."""
-        width = self.workers_of(worker.role)
-        return Fraction(2 * (worker.group * width + worker.index) + 1, 2 * self.depth_of(worker.role) * width)
+    def _share_before(self, worker: Worker) -> int:
+        """Where a worker stands among those of its role and replica, in parts so small that both roles have whole
+        numbers of them."""
+        other = Role.FFN if worker.role is Role.ATTN else Role.ATTN
+        place = worker.group * self.workers_of(worker.role) + worker.index
+        return (2 * place + 1) * self.depth_of(other) * self.workers_of(other)
 
     def workers_of(self, role: Role) -> int:
         """M or N."""

@@ -6,20 +6,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from disagmoe.allocator.memory import GroupMemory, group_memories
 from disagmoe.allocator.question import Candidate, Question, soft_max
 from disagmoe.layout import Role
-from disagmoe.schedules import Kind, Schedule
-from disagmoe.simulator.costs import StageCosts
+from disagmoe.schedules import Action, Kind
+from disagmoe.schedules.af_pipe import ROUND_FACTOR
+from disagmoe.simulator.costs import Hop, StageCosts
 from disagmoe.simulator.engine import Options, simulate
-from disagmoe.simulator.generators import af_schedule
+from disagmoe.simulator.generators import af_order, af_unchecked
 from disagmoe.simulator.result import Result
 from disagmoe.simulator.roofline import AFRoofline, Job
 
 SCHEDULES = ("deep", "plain")
 """That need no measured costs."""
+LONG = 60_000
+"""Compute actions of orders whose memory is first looked at with `FEW_ROUNDS` rounds of micro-batches."""
+FEW_ROUNDS = 3
 
 
 class Placement(NamedTuple):
@@ -150,7 +154,11 @@ def place(question: Question, candidate: Candidate) -> Placed:
 
 def placements(question: Question, candidate: Candidate) -> Iterator[Placed]:
     """All packings and NIC shares."""
-    yield from (make_placed(question, candidate, order, nics) for order, nics in packings(question, candidate))
+    base: Placed | None = None
+    for order, nics in packings(question, candidate):
+        if base is None or base.rank_order != order:
+            base = make_placed(question, candidate, order)
+        yield _with_nics(base, nics) if any(nics) else base
 
 
 def packings(question: Question, candidate: Candidate) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -165,26 +173,39 @@ def packings(question: Question, candidate: Candidate) -> Iterator[tuple[str, tu
 def make_placed(question: Question, candidate: Candidate, rank_order: str, nics: tuple[int, int] = (0, 0)) -> Placed:
     """A candidate in one packing."""
     job = question.job_for(candidate)
-    share = (1.0, 1.0)
-    if any(nics):
-        width = candidate.attn_gpus + candidate.ffn_gpus
-        share = (nics[0] / sum(nics) * width / candidate.attn_gpus, nics[1] / sum(nics) * width / candidate.ffn_gpus)
     roofline = AFRoofline(
-        job=job,
-        layout=candidate.layout(rank_order),
-        microbatch_samples=question.samples(candidate),
-        nic_share=share,
+        job=job, layout=candidate.layout(rank_order), microbatch_samples=question.samples(candidate)
     )
-    return Placed(
+    placed = Placed(
         question=question,
         candidate=candidate,
         rank_order=rank_order,
-        nics=nics,
+        nics=(0, 0),
         costs=roofline.costs(),
         job=job,
         roofline=roofline,
         sync_s=max(map(job.sync_s, roofline.held().values())),
     )
+    return _with_nics(placed, nics) if any(nics) else placed
+
+
+def _with_nics(placed: Placed, nics: tuple[int, int]) -> Placed:
+    """A node's NICs divided otherwise than by GPUs."""
+    c = placed.candidate
+    width = c.attn_gpus + c.ffn_gpus
+    share = (nics[0] / sum(nics) * width / c.attn_gpus, nics[1] / sum(nics) * width / c.ffn_gpus)
+    def scaled(hops: Sequence[Hop]) -> tuple[Hop, ...]:
+        found = []
+        for stage, hop in zip(placed.roofline.stages, hops, strict=True):
+            sender, receiver = share if stage.role is Role.FFN else share[::-1]
+            found.append(hop._replace(send_s=hop.send_s / sender, recv_s=hop.recv_s / receiver))
+        return tuple(found)
+
+    costs = placed.costs
+    costs = replace(costs, forward_hop=scaled(costs.forward_hop), backward_hop=scaled(costs.backward_hop))
+    found = replace(placed, nics=nics, costs=costs)
+    vars(found)["memories"] = placed.memories  # does not depend on NICs
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,29 +248,66 @@ def simulate_placed(
     if in_flight and wanted == [0]:
         wanted.append(in_flight)
     found = []
-    for name, limit in product(names, wanted):
-        schedule = _schedule(placed, name, split, limit)
-        if _use(placed, schedule) <= 1:
-            found.append(_simulate(placed, schedule, name, split, limit))
+    for name, limit in product(_fitting(placed, names, split), wanted):
+        if _may_fit(placed, name, split, limit) and _use(placed, name, split, limit) <= 1:
+            found.append(_simulate(placed, name, split, limit))
             if first or in_flight:
                 break
     if not found and not placed.question.pins.in_flight:
         most = _room_in_flight(placed, names[-1], split)
-        found.append(_simulate(placed, _schedule(placed, names[-1], split, most), names[-1], split, most))
+        if _use(placed, names[-1], split, most) > 1:
+            # Fewer micro-batches said that it would fit. Within the room any order does.
+            most = min(int(min(placed.room)), placed.candidate.microbatches)
+        found.append(_simulate(placed, names[-1], split, most))
     return min(found, key=lambda outcome: outcome.step_s, default=None)
 
 
+def _fitting(placed: Placed, names: Sequence[str], split: bool) -> Sequence[str]:
+    """Without *deep*, which keeps more micro-batches than *plain*, where that does not fit either."""
+    layout, m = placed.roofline.layout, placed.candidate.microbatches
+    pinned = placed.question.pins.in_flight
+    if "plain" not in names or len(names) < 2 or pinned or min(placed.room) >= min(m, 2 * layout.num_groups):
+        return names
+    return names if _may_fit(placed, "plain", split, 0) else [name for name in names if name != "deep"]
+
+
+def _may_fit(placed: Placed, name: str, split: bool, in_flight: int) -> bool:
+    """What a few rounds say of whether an order fits."""
+    return _use(placed, name, split, in_flight, few=True) <= 1
+
+
 def _room_in_flight(placed: Placed, name: str, split: bool) -> int:
-    """Within the room any order fits. Orders rarely keep all their micro-batches in all stages, so try more first."""
-    surely = min(int(min(placed.room)), placed.candidate.microbatches)
-    use = _use(placed, _schedule(placed, name, split, surely))
-    tried = min(int(surely / use), placed.candidate.microbatches)
-    if surely < tried and _use(placed, _schedule(placed, name, split, tried)) <= 1:
+    """Micro-batches in flight with which an order fits that does not with as many as it likes, by a few rounds.
+
+    Within the room any order fits. Orders rarely keep all their micro-batches in all stages, so more are tried first:
+    what memory takes grows about as their number does.
+    """
+    count = placed.candidate.microbatches
+    surely = min(int(min(placed.room)), count)
+    liked = _in_flight(_order(placed, name, split, 0, few=True))
+    tried = min(int(liked / _use(placed, name, split, 0, few=True)), count)
+    if surely < tried and _may_fit(placed, name, split, tried):
+        return tried
+    tried = min(int(surely / _use(placed, name, split, surely, few=True)), tried - 1)
+    if surely < tried and _may_fit(placed, name, split, tried):
         return tried
     return surely
 
 
-def _simulate(placed: Placed, schedule: Schedule, name: str, split: bool, in_flight: int) -> Outcome:
+def _in_flight(compute: Sequence[Sequence[Action]]) -> int:
+    """Most micro-batches between their first forward and their last backward."""
+    alive = most = 0
+    for kind, stage, _ in next(order for order in compute if any(action.stage == 0 for action in order)):
+        if stage == 0 and kind is not Kind.BACKWARD_INPUT:
+            alive += 1 if kind is Kind.FORWARD else -1
+            most = max(most, alive)
+    return most
+
+
+def _simulate(placed: Placed, name: str, split: bool, in_flight: int) -> Outcome:
+    schedule = af_unchecked(
+        placed.roofline.layout, placed.job.model.is_moe_layer, **_order_options(placed, name, split, in_flight)
+    )
     return Outcome(
         placed=placed,
         schedule=name,
@@ -263,23 +321,42 @@ def _simulate(placed: Placed, schedule: Schedule, name: str, split: bool, in_fli
     )
 
 
-def _schedule(placed: Placed, name: str, split: bool, in_flight: int) -> Schedule:
-    return af_schedule(
-        placed.roofline.layout,
-        placed.job.model.is_moe_layer,
-        costs=placed.costs,
-        order=name,
-        split=split,
-        num_microbatches=placed.candidate.microbatches,
-        in_flight=in_flight,
-        check=False,
-    )
+class _OrderOptions(TypedDict):
+    costs: StageCosts
+    order: str
+    split: bool
+    num_microbatches: int
+    in_flight: int
 
 
-def peaks(placed: Placed, schedule: Schedule) -> list[float]:
+def _order_options(
+    placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False
+) -> _OrderOptions:
+    count = placed.candidate.microbatches
+    if few and 2 * len(placed.group_of_stage) * count > LONG:
+        turn = ROUND_FACTOR[name] * placed.roofline.layout.num_groups
+        count = min(count, FEW_ROUNDS * (min(turn, in_flight) if in_flight else turn))
+    return {
+        "costs": placed.costs,
+        "order": name,
+        "split": split,
+        "num_microbatches": count,
+        "in_flight": in_flight,
+    }
+
+
+def _order(
+    placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False
+) -> tuple[tuple[Action, ...], ...]:
+    """few: of a long one with fewer micro-batches, enough of them that activations reach their peaks."""
+    layout, layers = placed.roofline.layout, placed.job.model.is_moe_layer
+    return af_order(layout, layers, **_order_options(placed, name, split, in_flight, few=few))
+
+
+def peaks(placed: Placed, compute: Sequence[Sequence[Action]]) -> list[float]:
     """By group: most bytes kept between forwards and backwards at a time."""
     found = []
-    for memory, order in zip(placed.memories, schedule.compute, strict=True):
+    for memory, order in zip(placed.memories, compute, strict=True):
         alive = peak = 0.0
         for kind, stage, _ in order:
             if kind is Kind.FORWARD:
@@ -291,9 +368,10 @@ def peaks(placed: Placed, schedule: Schedule) -> list[float]:
     return found
 
 
-def _use(placed: Placed, schedule: Schedule) -> float:
-    """Share of the room for activations that the fullest group uses."""
-    uses = zip(peaks(placed, schedule), placed.memories, placed.room, strict=True)
+def _use(placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False) -> float:
+    """Share of the room for activations that a schedule's fullest group uses."""
+    compute = _order(placed, name, split, in_flight, few=few)
+    uses = zip(peaks(placed, compute), placed.memories, placed.room, strict=True)
     return max(peak / max(1.0, memory.kept_a_microbatch) / room for peak, memory, room in uses)
 
 

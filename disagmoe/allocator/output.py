@@ -158,9 +158,9 @@ def _alternative(outcome: Outcome) -> str:
     return f"{outcome.placed.candidate} ({schedule_name(outcome)}) {outcome.step_s:.4g} s"
 
 
-def comment(answer: Answer) -> str:
-    """The same, wrapped, as a TOML comment."""
+def comment(answer: Answer, notes: Sequence[str] = ()) -> str:
+    """The same and `notes`, wrapped, as a TOML comment."""
     lines: list[str] = []
-    for line in comment_lines(answer):
+    for line in (*comment_lines(answer), *notes):
         lines += [f"# {part}" for part in wrap(line, WIDTH, subsequent_indent="  ")] or ["#"]
     return "\n".join(lines)

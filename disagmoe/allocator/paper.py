@@ -18,6 +18,7 @@ from disagmoe.allocator.candidates import all_tables, attn_worker_counts, replic
 from disagmoe.allocator.evaluate import SCHEDULES, Outcome, make_placed, simulate_placed
 from disagmoe.allocator.question import RECOMPUTE, Candidate, Question
 from disagmoe.allocator.tables import Tables
+from disagmoe.simulator.engine import no_garbage_collection
 
 MOST_TRIED = 5
 
@@ -96,6 +97,11 @@ def _share(nics: tuple[int, int], attn: int, ffn: int) -> tuple[float, float]:
 
 def allocate_paper(question: Question) -> Outcome | None:
     """The fastest of the formula's equal first choices, simulated; None where there is none."""
+    with no_garbage_collection():
+        return _allocate_paper(question)
+
+
+def _allocate_paper(question: Question) -> Outcome | None:
     schedules = [name for name in SCHEDULES if question.pins.allow("schedule", name)]
     best: Outcome | None = None
     first: PaperChoice | None = None
@@ -106,6 +112,9 @@ def allocate_paper(question: Question) -> Outcome | None:
         pooled = any(choice.nics)
         order = question.pins.rank_order or ("mixed" if pooled else "paired")
         placed = make_placed(question, choice.candidate, order, choice.nics if pooled else (0, 0))
+        if best is not None and placed.bound_s >= best.step_s:
+            tried += 1
+            continue
         outcome = simulate_placed(placed, schedules)
         if outcome is not None:
             first, tried = first or choice, tried + 1

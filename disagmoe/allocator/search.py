@@ -11,6 +11,7 @@ from disagmoe.allocator.candidates import all_tables, within
 from disagmoe.allocator.evaluate import SCHEDULES, Outcome, Placed, Placement, placements, shortened, simulate_placed
 from disagmoe.allocator.milp import Solution, solve
 from disagmoe.allocator.question import Candidate, Question
+from disagmoe.simulator.engine import no_garbage_collection
 
 Status = Literal["optimal", "feasible"]
 CUTOFF = 2.0
@@ -29,7 +30,8 @@ CHEAP = ACTIONS // 20
 UNEQUAL_EFFORT = 4
 """Orders for unequal depths are searched among more waves."""
 FINALISTS = 3
-"""Candidates that are simulated with all layers, where `ACTIONS` lets them; of small models, many more."""
+"""Candidates that are simulated with all layers, where `HEAVY` lets them; of small models, many more."""
+HEAVY = 4 * ACTIONS
 SPLIT = 2
 """Of these, with a split backward too."""
 SHORT = 12
@@ -76,15 +78,20 @@ def allocate(question: Question) -> Answer:
     Raises:
         NothingFits: memory, batch or the runtime's rules leave no layout.
     """
+    with no_garbage_collection():
+        return _allocate(question)
+
+
+def _allocate(question: Question) -> Answer:
     solution = solve(question)
     if solution.candidate is None:
         raise NothingFits("no layout fits")
     cutoff_s = solution.step_s * CUTOFF
-    answer = _simulated(question, solution, *_placed(question, cutoff_s))
+    search = _Search(question)
+    answer = search.run(solution, *_placed(question, cutoff_s))
     if answer.best.step_s > cutoff_s:
         # The bound leaves out what is large here, such as the sum of gradients over slow links.
-        wider = _simulated(question, solution, *_placed(question, answer.best.step_s))
-        return min(wider, answer, key=lambda a: a.best.step_s)
+        answer = search.run(solution, *_placed(question, answer.best.step_s))
     return answer
 
 
@@ -103,44 +110,6 @@ def _placed(question: Question, likely_s: float) -> tuple[list[Placed], float]:
     return sorted(found, key=lambda p: (p.estimate_s, p.candidate)), others_s
 
 
-def _simulated(question: Question, solution: Solution, placed: list[Placed], others_s: float) -> Answer:
-    names = [name for name in SCHEDULES if question.pins.allow("schedule", name)]
-    splits = [split for split in (False, True) if question.pins.allow("split_backward", split)]
-    best: dict[Candidate, Outcome] = {}
-    complete: set[Placement] = set()
-    effort = 0
-    for trial in _screened(placed, names, splits):
-        p = trial.placed
-        shortest = min((o.step_s for o in best.values()), default=float("inf"))
-        size = _effort(p, trial.names, trial.splits)
-        if p.bound_s >= shortest or (len(best) >= FINALISTS and effort + size > ACTIONS):
-            continue
-        effort += size
-        for split in trial.splits:
-            _keep(best, simulate_placed(p, trial.names, split=split, in_flight=trial.in_flight))
-        if (trial.names, trial.splits) == (names, splits):
-            complete.add(p.placement)
-    if not best:
-        raise NothingFits("no layout fits")
-    if len(splits) > 1:
-        for whole in sorted((o for o in best.values() if o.placed.placement not in complete), key=_order)[:SPLIT]:
-            limit = whole.in_flight or None
-            _keep(best, simulate_placed(whole.placed, [whole.schedule], split=True, in_flight=limit))
-    return Answer(
-        question=question,
-        outcomes=tuple(sorted(best.values(), key=_order)),
-        solution=solution,
-        least_s=min([others_s, *(p.bound_s for p in placed if p.placement not in complete)]),
-    )
-
-
-def _keep(best: dict[Candidate, Outcome], outcome: Outcome | None) -> None:
-    """Of a candidate's outcomes the fastest."""
-    if outcome is not None:
-        before = best.get(outcome.placed.candidate, outcome)
-        best[outcome.placed.candidate] = min(before, outcome, key=lambda o: o.step_s)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
     """A candidate in one packing to simulate with all layers, and the schedules to do it with."""
@@ -152,38 +121,102 @@ class _Trial:
     in_flight: int | None = None
 
 
-def _screened(placed: Sequence[Placed], names: list[str], splits: list[bool]) -> list[_Trial]:
-    """The likeliest candidates, each in its likeliest packing, by what simulating fewer layers says of their step,
-    shortest first; where simulating is cheap, all of them in all packings under all schedules, by their estimates."""
-    trials: list[_Trial] = []
-    effort, shortest = 0, float("inf")
-    kinds: Counter[tuple[int, int, int]] = Counter()
-    seen: set[Candidate] = set()
-    for p in placed:
-        if _effort(p, names, splits) <= CHEAP:
-            trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, splits=splits))
-            continue
-        kind = (p.candidate.attn_depth, p.candidate.ffn_depth, p.candidate.replicas)
-        if p.bound_s >= shortest or len(trials) >= SCREENED or kinds[kind] >= ALIKE or p.candidate in seen:
-            continue
-        kinds[kind] += 1
-        seen.add(p.candidate)
-        part = shortened(p, rounds=max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth)))
-        if part is None:
-            trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, splits=splits[:1]))
-            continue
-        if trials and effort + _effort(part, names[:1]) > ACTIONS:
-            break
-        effort += _effort(part, names[:1])
-        outcome = simulate_placed(part, names, first=True)
+class _Search:
+    """Simulates candidates, and remembers what came of them."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.names = [name for name in SCHEDULES if question.pins.allow("schedule", name)]
+        self.splits = [split for split in (False, True) if question.pins.allow("split_backward", split)]
+        self.best: dict[Candidate, Outcome] = {}
+        """Of each simulated candidate the fastest outcome."""
+        self.complete: set[Placement] = set()
+        """Simulated under all schedules."""
+        self.parts: dict[Placement, Outcome | None] = {}
+        """What simulating fewer layers said."""
+
+    def run(self, solution: Solution, placed: list[Placed], others_s: float) -> Answer:
+        """The likeliest of `placed`; no other candidate has a step below `others_s`."""
+        effort, new = 0, 0
+        for trial in self._screened(placed):
+            p, full = trial.placed, (trial.names, trial.splits) == (self.names, self.splits)
+            if p.placement in self.complete or (p.candidate in self.best and not full):
+                continue
+            size = _effort(p, trial.names, trial.splits)
+            spent = ACTIONS if new >= FINALISTS else HEAVY if new else float("inf")
+            if p.bound_s >= self._shortest_s() or effort + size > spent:
+                continue
+            effort += size
+            new += 1
+            for split in trial.splits:
+                self._keep(simulate_placed(p, trial.names, split=split, in_flight=trial.in_flight))
+            if full:
+                self.complete.add(p.placement)
+        if not self.best:
+            raise NothingFits("no layout fits")
+        if len(self.splits) > 1:
+            self._split_best()
+        return Answer(
+            question=self.question,
+            outcomes=tuple(sorted(self.best.values(), key=_order)),
+            solution=solution,
+            least_s=min([others_s, *(p.bound_s for p in placed if p.placement not in self.complete)]),
+        )
+
+    def _split_best(self) -> None:
+        """The best ones with a split backward too."""
+        partly = sorted((o for o in self.best.values() if o.placed.placement not in self.complete), key=_order)
+        effort = 0
+        for whole in partly[:SPLIT]:
+            effort += _effort(whole.placed, [whole.schedule])
+            if not whole.split_backward and (whole is partly[0] or effort <= HEAVY):
+                limit = whole.in_flight or None
+                self._keep(simulate_placed(whole.placed, [whole.schedule], split=True, in_flight=limit))
+
+    def _shortest_s(self) -> float:
+        return min((o.step_s for o in self.best.values()), default=float("inf"))
+
+    def _keep(self, outcome: Outcome | None) -> None:
         if outcome is not None:
-            estimate = p.bound_s * max(1.0, outcome.step_s / part.bound_s)
-            shortest = min(shortest, estimate)
-            limit = outcome.in_flight or None
-            trials.append(
-                _Trial(estimate_s=estimate, placed=p, names=[outcome.schedule], splits=splits[:1], in_flight=limit)
-            )
-    return sorted(trials, key=lambda trial: (trial.estimate_s, trial.placed.candidate))
+            before = self.best.get(outcome.placed.candidate, outcome)
+            self.best[outcome.placed.candidate] = min(before, outcome, key=lambda o: o.step_s)
+
+    def _screened(self, placed: Sequence[Placed]) -> list[_Trial]:
+        """The likeliest candidates, each in its likeliest packing, by what simulating fewer layers says of their step,
+        shortest first; where simulating is cheap, all of them in all packings under all schedules, by their
+        estimates."""
+        names, splits = self.names, self.splits
+        trials: list[_Trial] = []
+        effort, shortest = 0, float("inf")
+        kinds: Counter[tuple[int, int, int]] = Counter()
+        seen: set[Candidate] = set()
+        for p in placed:
+            if _effort(p, names, splits) <= CHEAP:
+                trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, splits=splits))
+                continue
+            kind = (p.candidate.attn_depth, p.candidate.ffn_depth, p.candidate.replicas)
+            if p.bound_s >= shortest or len(trials) >= SCREENED or kinds[kind] >= ALIKE or p.candidate in seen:
+                continue
+            kinds[kind] += 1
+            seen.add(p.candidate)
+            part = shortened(p, rounds=max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth)))
+            if part is None:
+                trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, splits=splits[:1]))
+                continue
+            if trials and effort + _effort(part, names[:1]) > ACTIONS:
+                break
+            effort += _effort(part, names[:1])
+            if p.placement not in self.parts:
+                self.parts[p.placement] = simulate_placed(part, names, first=True)
+            outcome = self.parts[p.placement]
+            if outcome is not None:
+                estimate = p.bound_s * max(1.0, outcome.step_s / part.bound_s)
+                shortest = min(shortest, estimate)
+                limit = outcome.in_flight or None
+                trials.append(
+                    _Trial(estimate_s=estimate, placed=p, names=[outcome.schedule], splits=splits[:1], in_flight=limit)
+                )
+        return sorted(trials, key=lambda trial: (trial.estimate_s, trial.placed.candidate))
 
 
 def _effort(placed: Placed, names: Sequence[str], splits: Sequence[bool] = (False,)) -> int:

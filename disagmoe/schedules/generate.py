@@ -50,7 +50,6 @@ def make_schedule(
     send_after: int = 0,
     split_backward: bool = False,
     costs: StageTimes | None = None,
-    check: bool = True,
 ) -> Schedule:
     """A validated schedule for one replica of `layout`, for a model with these layers.
 
@@ -59,7 +58,6 @@ def make_schedule(
     hoist, send_after: see `lower`; *fitted* posts receives earlier than `hoist` where that gains time.
     split_backward: input and weight gradients are actions of their own.
     costs: what *fitted*, and the weight gradients of a split backward, are placed for; None: assumed ones.
-    check: False: *plain* and *deep* are not validated, which takes half the time; for trials that nobody executes.
     Raises ValueError for a value out of range. Works for any depths, layers and number of micro-batches.
     """
     if name not in NAMES:
@@ -75,14 +73,49 @@ def make_schedule(
             send_after=send_after,
             split_backward=split_backward,
         )
+    compute = make_order(layout, is_moe_layer, name=name, num_microbatches=num_microbatches, in_flight=in_flight)
     frame = _Frame(layout, is_moe_layer, num_microbatches, in_flight)
-    compute = frame.ring_order(name, in_flight)
     if split_backward:
         compute = frame.split(compute, costs or frame.assumed_costs())
     schedule = frame.finish(name, compute, hoist=hoist, send_after=send_after)
-    if check:
-        validate(schedule, in_flight=in_flight)
+    validate(schedule, in_flight=in_flight)
     return schedule
+
+
+def make_order(
+    layout: Layout, is_moe_layer: Sequence[bool], *, name: str, num_microbatches: int, in_flight: int = 0
+) -> Compute:
+    """By group, the compute actions of *plain* or *deep* with whole backwards: what decides activations. Arguments as
+    of `make_schedule`."""
+    return _Frame(layout, is_moe_layer, num_microbatches, in_flight).ring_order(name, in_flight)
+
+
+def split_order(
+    compute: Compute,
+    layout: Layout,
+    is_moe_layer: Sequence[bool],
+    *,
+    num_microbatches: int,
+    costs: StageTimes,
+    in_flight: int = 0,
+) -> Compute:
+    """An order of `make_order` with weight gradients apart, as `make_schedule` puts them."""
+    return _Frame(layout, is_moe_layer, num_microbatches, in_flight).split(compute, costs)
+
+
+def add_transfers(
+    name: str,
+    compute: Compute,
+    layout: Layout,
+    is_moe_layer: Sequence[bool],
+    *,
+    num_microbatches: int,
+    hoist: int = 8,
+    send_after: int = 0,
+) -> Schedule:
+    """The schedule with these compute actions; not validated. hoist, send_after: see `lower`."""
+    frame = _Frame(layout, is_moe_layer, num_microbatches, 0)
+    return frame.finish(name, compute, hoist=hoist, send_after=send_after)
 
 
 def make_fitted(

@@ -68,12 +68,12 @@ def simulate(
     if workers is not None:
         workers.check(schedule.num_groups)
     everybody = workers or Workers(count=(1,) * schedule.num_groups)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         return _Engine(schedule, costs, everybody, options or Options()).run()
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Millions of small records are kept and none is part of a cycle: looking for cycles would double the time."""
     enabled = gc.isenabled()
     gc.disable()

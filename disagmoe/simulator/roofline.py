@@ -221,8 +221,15 @@ class AFRoofline:
         return seconds + compute.head(self.worker_samples) if stage.has_head else seconds
 
     def _places(self, role: Role, group: int) -> list[Place]:
-        ranks = self.layout.group_ranks(role, group, 0)
-        return [Place(rank, self.job.cluster.place(rank)[1]) for rank in ranks]
+        key = role, group
+        if key not in self._known_places:
+            ranks = self.layout.group_ranks(role, group, 0)
+            self._known_places[key] = [Place(rank, self.job.cluster.place(rank)[1]) for rank in ranks]
+        return self._known_places[key]
+
+    @cached_property
+    def _known_places(self) -> dict[tuple[Role, int], list[Place]]:
+        return {}
 
     def _hops(self, attention: Stage, stage: Stage) -> dict[Message, Hop]:
         """All transfers between an A-stage's group and an F-stage's, of the F-stage's layer."""
@@ -235,6 +242,21 @@ class AFRoofline:
 
     def _make_hops(self, attn_group: int, ffn_group: int, moe: MoEShape) -> dict[Message, Hop]:
         owners, holders = self._places(Role.ATTN, attn_group), self._places(Role.FFN, ffn_group)
+        # Groups that lie alike, each in nodes of its own, have the same transfers.
+        number: dict[int, int] = {}
+        nodes = tuple([number.setdefault(place.node, len(number)) for place in (*owners, *holders)])
+        firsts = {place.node: place.rank for place in (*owners, *holders)}
+        pools = tuple([self.job.cluster.place(rank)[0].name for rank in firsts.values()])
+        key = (nodes, pools, moe)
+        if key not in self._known_transfers:
+            self._known_transfers[key] = self._transfers(owners, holders, moe)
+        return self._known_transfers[key]
+
+    @cached_property
+    def _known_transfers(self) -> dict[tuple[object, ...], dict[Message, Hop]]:
+        return {}
+
+    def _transfers(self, owners: list[Place], holders: list[Place], moe: MoEShape) -> dict[Message, Hop]:
         sent, received = expected_loads(
             owners,
             holders,
@@ -282,6 +304,10 @@ class AFRoofline:
 
     def held(self) -> dict[tuple[Role, int], list[Replicated]]:
         """By role and group: the parameters of its fullest worker, and who else holds them."""
+        return self._held
+
+    @cached_property
+    def _held(self) -> dict[tuple[Role, int], list[Replicated]]:
         shape, layout = self.job.model, self.layout
         params: dict[tuple[Role, int], list[float]] = {}
         for stage in self.stages:
@@ -291,7 +317,7 @@ class AFRoofline:
                 continue
             assert stage.moe_layer is not None
             layer = shape.layers[stage.moe_layer]
-            experts = len(split_evenly(layer.moe.num_experts, layout.ffn_workers)[0])
+            experts = -(-layer.moe.num_experts // layout.ffn_workers)
             sums[0] += layer.expert_sublayer_params(shape.dim, 0)
             sums[1] += experts * layer.moe.expert_params(shape.dim)
         parts: dict[tuple[Role, int], list[Replicated]] = {}

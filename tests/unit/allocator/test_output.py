@@ -41,6 +41,23 @@ def test_pins_are_kept(tmp_path: Path) -> None:
     assert (part.recompute, part.schedule) == ("full", "plain")
 
 
+def test_a_placement_is_dropped_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given, out = tmp_path / "given.toml", tmp_path / "my.toml"
+    shape = ["--seq-len", "128", "--global-batch", "12"]
+    assert main(["allocate", *DEBUG, *shape, "--attn-depth", "1", "--out", str(given)]) == 0
+    stages = sum(make_plan(load_config(given)).shape.is_moe_layer) + 1
+    text = given.read_text()
+    given.write_text(text.replace("attn_depth = 1\n", f"attn_depth = 1\nattn_placement = {[0] * stages}\n"))
+    assert load_config(given).config.disagmoe.attn_placement == [0] * stages
+    capsys.readouterr()
+    assert main(["allocate", str(given), "--cluster", "emulated", "--attn-depth", "2", "--out", str(out)]) == 0
+    assert "attn_placement of the given configuration is dropped" in capsys.readouterr().err
+    assert load_config(out).config.disagmoe.attn_placement == []
+    words = " ".join(out.read_text().replace("#", " ").split())
+    assert "attn_placement of the given configuration is dropped" in words
+    assert "attn_placement =" not in out.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
