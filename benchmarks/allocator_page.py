@@ -49,9 +49,10 @@ def section(
         parts += [
             "## Measured: A : F",
             "",
-            "DeepSeek-MoE at p = 4, throughput a GPU. Assumptions as in "
-            "[paper_reproduction.md](paper_reproduction.md): " + "; ".join(f"*{given.key}*: {given.text}" for given in SETS)
-            + ". The allocator may take any numbers of workers that fill whole nodes, the sweep only the paper's.",
+            "DeepSeek-MoE at p = 4, throughput a GPU. The allocator may take any numbers of workers that fill whole "
+            "nodes, the sweep only the paper's. Assumptions as in [paper_reproduction.md](paper_reproduction.md):",
+            "",
+            *(f"- *{given.key}*: {given.text}" for given in SETS),
             "",
             ratios_table(dict(ratios)),
         ]

@@ -173,9 +173,7 @@ def packings(question: Question, candidate: Candidate) -> Iterator[tuple[str, tu
 def make_placed(question: Question, candidate: Candidate, rank_order: str, nics: tuple[int, int] = (0, 0)) -> Placed:
     """A candidate in one packing."""
     job = question.job_for(candidate)
-    roofline = AFRoofline(
-        job=job, layout=candidate.layout(rank_order), microbatch_samples=question.samples(candidate)
-    )
+    roofline = AFRoofline(job=job, layout=candidate.layout(rank_order), microbatch_samples=question.samples(candidate))
     placed = Placed(
         question=question,
         candidate=candidate,
@@ -194,6 +192,7 @@ def _with_nics(placed: Placed, nics: tuple[int, int]) -> Placed:
     c = placed.candidate
     width = c.attn_gpus + c.ffn_gpus
     share = (nics[0] / sum(nics) * width / c.attn_gpus, nics[1] / sum(nics) * width / c.ffn_gpus)
+
     def scaled(hops: Sequence[Hop]) -> tuple[Hop, ...]:
         found = []
         for stage, hop in zip(placed.roofline.stages, hops, strict=True):
@@ -329,9 +328,7 @@ class _OrderOptions(TypedDict):
     in_flight: int
 
 
-def _order_options(
-    placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False
-) -> _OrderOptions:
+def _order_options(placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False) -> _OrderOptions:
     count = placed.candidate.microbatches
     if few and 2 * len(placed.group_of_stage) * count > LONG:
         turn = ROUND_FACTOR[name] * placed.roofline.layout.num_groups
