@@ -6,8 +6,8 @@ combines them into the profile that `disagmoe.simulator.profile` defines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +26,10 @@ from disagmoe.simulator.profile import HopProfile, Profile, StageProfile
 def gather_profile(resolved: ResolvedConfig, samples: CostSamples) -> Profile | None:
     """The profile of a run, on rank 0; None elsewhere. Collective.
 
-    A stage's time is the median over micro-batches of its slowest worker; a hop's, of the worker that receives most.
+    A stage's time is the mean over micro-batches of its slowest worker, with what its compute thread needs to send and
+    to post receives: the busiest worker's sum is what a step can't undercut. A hop's is what one in ten micro-batches
+    does not exceed, of the worker that receives slowest: transfers that met others on the same card took longer, but
+    the simulator lets transfers wait for each other itself.
     """
     world_size = dist.get_world_size()
     everyone: list[CostSamples | None] = [samples]
@@ -78,7 +81,11 @@ def expert_parallel_profile(config: Config, shape: ModelShape, gathered: Sequenc
 
 
 def _stages(gathered: Sequence[CostSamples], activations: Sequence[float]) -> tuple[StageProfile, ...]:
-    compute = _slowest(sample.compute_s for sample in gathered)
+    compute = _slowest((sample.actions_s for sample in gathered), mean)
+    send_forward, post_forward, send_backward, post_backward = (
+        [compute.get((kind.name, index), 0.0) for index in range(len(activations))]
+        for kind in (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+    )
 
     def row(index: int, num_bytes: float) -> StageProfile:
         full = compute.get((Kind.FULL_BACKWARD.name, index))
@@ -88,9 +95,12 @@ def _stages(gathered: Sequence[CostSamples], activations: Sequence[float]) -> tu
             # Some of its work is split, the rest is not: all that is not weight gradients is in time for its sender.
             first += full
             full = None
+        handling_s = send_backward[index] + post_backward[index]
+        full = None if full is None else full + handling_s
+        first = None if first is None else first + handling_s
         return StageProfile(
             index=index,
-            forward_s=compute.get((Kind.FORWARD.name, index), 0.0),
+            forward_s=compute.get((Kind.FORWARD.name, index), 0.0) + send_forward[index] + post_forward[index],
             backward_s=0.0 if full is None and first is None and second is None else full,
             backward_input_s=first,
             backward_weight_s=0.0 if first is not None and second is None else second,
@@ -102,9 +112,10 @@ def _stages(gathered: Sequence[CostSamples], activations: Sequence[float]) -> tu
 
 def _hops(gathered: Sequence[CostSamples], num_stages: int, factors: Mapping[int, int]) -> tuple[HopProfile, ...]:
     """factors: by hop, how many transfers make one of a whole micro-batch; 1 where missing."""
+    transfers = [sample.transfers for sample in gathered]
     seconds, sizes = (
-        _slowest({key: [pair[i] for pair in pairs] for key, pairs in sample.transfers.items()} for sample in gathered)
-        for i in (1, 0)
+        _slowest(({key: [pair[i] for pair in pairs] for key, pairs in own.items()} for own in transfers), typical)
+        for i, typical in ((1, _undisturbed), (0, mean))
     )
     return tuple(
         HopProfile(
@@ -118,11 +129,18 @@ def _hops(gathered: Sequence[CostSamples], num_stages: int, factors: Mapping[int
     )
 
 
-def _slowest(by_worker: Iterable[Mapping[Any, Sequence[float]]]) -> dict[Any, float]:
-    """By key: the largest of the workers' medians."""
+def _undisturbed(seconds: Sequence[float]) -> float:
+    """The first decile."""
+    return sorted(seconds)[len(seconds) // 10]
+
+
+def _slowest(
+    by_worker: Iterable[Mapping[Any, Sequence[float]]], typical: Callable[[Sequence[float]], float]
+) -> dict[Any, float]:
+    """By key: the largest of what is typical of the workers."""
     largest: dict[Any, float] = {}
     for samples in by_worker:
         for key, values in samples.items():
             if values:
-                largest[key] = max(largest.get(key, 0.0), median(values))
+                largest[key] = max(largest.get(key, 0.0), typical(values))
     return largest

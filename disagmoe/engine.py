@@ -121,6 +121,8 @@ class PlainEngine(Engine):
     def run(self, inputs: Sequence[MicrobatchInput], *, loss_scale: float, step: int) -> Tensor | None:
         losses = []
         for index, microbatch in enumerate(inputs):
+            if not microbatch.tokens_BL.numel():  # fewer samples than micro-batches
+                continue
             self._monitor.status.write(f"step {step}, micro-batch {index} of the unsplit model")
             with self.clock.span("compute", f"micro-batch {index}"):
                 logits = self.model(microbatch.tokens_BL, microbatch.positions_BL, microbatch.masks)

@@ -45,16 +45,18 @@ class Bench:
 
     def get(self, cluster: EmulatedCluster, nursery: Nursery, overrides: Overrides, place: str) -> Launch:
         """Measure, or recall what was measured under the same place and configuration."""
+        speed = self.preset.speed
         if wants_costs(overrides):
 
             def profiled(own: Overrides, path: Path) -> None:
-                launch(cluster, nursery, System(name="costs", title="", overrides=own), num_steps=1, keep_profile=path)
+                system = System(name="costs", title="", overrides=own)
+                launch(cluster, nursery, system, num_steps=1, speed=speed, keep_profile=path)
 
             overrides = with_costs(self.preset, overrides, profiled)
         key = f"{place} {self._steps} {json.dumps(overrides, sort_keys=True)}"
         if key not in self._known:
             system = System(name=place, title=place, overrides=overrides)
-            self._known[key] = asdict(launch(cluster, nursery, system, num_steps=self._steps))
+            self._known[key] = asdict(launch(cluster, nursery, system, num_steps=self._steps, speed=speed))
             if self._raw is not None:
                 self._raw.parent.mkdir(parents=True, exist_ok=True)
                 with self._raw.open("a") as file:

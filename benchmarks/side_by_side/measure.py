@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.emulated_cluster import EmulatedCluster, Run
 from benchmarks.emulated_cluster.nursery import Nursery
+from benchmarks.side_by_side.pace import SPEED
 from benchmarks.side_by_side.predict import predict_pipeline_s
 from benchmarks.side_by_side.preset import EMPTY, Overrides, System, resolve
 from disagmoe.config.checks import build_layout
@@ -51,9 +52,15 @@ class Launch:
 
 
 def launch(
-    cluster: EmulatedCluster, nursery: Nursery, system: System, *, num_steps: int, keep_profile: Path | None = None
+    cluster: EmulatedCluster,
+    nursery: Nursery,
+    system: System,
+    *,
+    num_steps: int,
+    speed: float = 1.0,
+    keep_profile: Path | None = None,
 ) -> Launch:
-    """Train one step at full speed and `num_steps` under quotas.
+    """Train one step at full speed and `num_steps` at the workers' `speed` and under the cluster's quotas.
 
     keep_profile: where to put the measured costs.
     Raises:
@@ -61,6 +68,8 @@ def launch(
     """
     with tempfile.TemporaryDirectory(prefix="side_by_side_") as scratch:
         folder, log, profile = Path(scratch, "run"), Path(scratch, "log"), Path(scratch, "costs.json")
+        rates = cluster.spec.nics_bit_per_s
+        cluster.limit_network([0.0] * len(rates))
         started = time.monotonic()
         run = cluster.start_forked(
             nursery,
@@ -68,14 +77,17 @@ def launch(
             [f"--config-file={EMPTY}", *system.arguments, *_options(system, num_steps, folder, profile)],
             log=log,
             cwd=ROOT,
+            environment={SPEED: str(speed)} if speed < 1.0 else {},
             throttle_when=folder / "metrics.jsonl",
         )
         try:
-            times, sent = _follow(run, cluster, folder / "metrics.jsonl")
+            times, sent = _follow(run, cluster, folder / "metrics.jsonl", lambda: cluster.limit_network(rates))
             code = run.wait(_LIMIT_S)
         except BaseException:
             run.kill()
             raise
+        finally:
+            cluster.limit_network(rates)
         if code or len(times) != 1 + num_steps:
             text = log.read_text() if log.exists() else ""
             raise RuntimeError(f"{system.name}: the run failed with exit code {code}:\n{text[-3000:]}")
@@ -98,8 +110,13 @@ def _options(system: System, num_steps: int, folder: Path, profile: Path) -> lis
     return [f"--{key}={value}" for key, value in options.items()]
 
 
-def _follow(run: Run, cluster: EmulatedCluster, path: Path) -> tuple[list[float], list[list[int]]]:
-    """Until the run ends: when each step was reported, and what each node had sent by then."""
+def _follow(
+    run: Run, cluster: EmulatedCluster, path: Path, after_first_step: Callable[[], None]
+) -> tuple[list[float], list[list[int]]]:
+    """Until the run ends: when each step was reported, and what each node had sent by then.
+
+    after_first_step: called at once when that has been reported.
+    """
     times: list[float] = []
     sent: list[list[int]] = []
     first_ranks = range(0, cluster.spec.world_size, cluster.spec.workers_per_node)
@@ -109,6 +126,8 @@ def _follow(run: Run, cluster: EmulatedCluster, path: Path) -> tuple[list[float]
         count = path.read_text().count("\n") if path.exists() else 0
         if count > len(times):
             times.append(time.monotonic())
+            if len(times) == 1:
+                after_first_step()  # takes a tenth of a second, in which the next step reads data and begins to compute
             try:
                 sent.append([_sent_bytes(run.processes[rank].pid) for rank in first_ranks])
             except OSError:  # a worker has ended already

@@ -60,6 +60,8 @@ class Preset:
     title: str
     description: str
     cluster: ClusterSpec
+    speed: float
+    """Of each worker, as a share of this machine's (see `pace`); 1: full speed, whatever the quotas allow."""
     shared: Overrides
     tables: Mapping[str, Any]
     grids: Mapping[str, Any]
@@ -131,11 +133,12 @@ def load_preset(name: str) -> Preset:
         description=tree["description"].strip(),
         cluster=ClusterSpec(
             nics_bit_per_s=parse_rates(cluster["nic"], cluster["nodes"]),
-            cpus=parse_cpus(cluster["cpu"], cluster["nodes"]),
+            cpus=parse_cpus(cluster.get("cpu", "0"), cluster["nodes"]),
             workers_per_node=cluster["workers_per_node"],
             period_s=cluster.get("period_ms", 10.0) / 1e3,
             charge_transfers=not cluster.get("free_transfers", False),
         ),
+        speed=cluster.get("speed", 1.0),
         shared=_flat(tree["config"]),
         tables=tree["systems"],
         grids=tree.get("grids", {}),

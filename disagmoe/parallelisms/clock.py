@@ -38,21 +38,21 @@ class Span:
 class CostSamples:
     """What single actions and transfers took on one process, step after step."""
 
-    compute_s: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By (kind of action, stage): seconds, waits excluded."""
+    actions_s: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By (kind of action, stage): seconds of the compute thread, waits excluded."""
     transfers: dict[tuple[int, bool], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     """By (hop, backward): bytes received over the network, and seconds from the last hand-over to arrival, less the
     time in which an earlier transfer of the same edge was still arriving."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Default factories can't be pickled.
-        return _restore_samples, (dict(self.compute_s), dict(self.transfers))
+        return _restore_samples, (dict(self.actions_s), dict(self.transfers))
 
 
 def _restore_samples(
-    compute_s: dict[tuple[str, int], list[float]], transfers: dict[tuple[int, bool], list[tuple[float, float]]]
+    actions_s: dict[tuple[str, int], list[float]], transfers: dict[tuple[int, bool], list[tuple[float, float]]]
 ) -> CostSamples:
-    return CostSamples(compute_s=compute_s, transfers=transfers)
+    return CostSamples(actions_s=actions_s, transfers=transfers)
 
 
 class StepClock:
@@ -96,11 +96,11 @@ class StepClock:
         start = time.monotonic()
         yield
         end = time.monotonic()
+        net = end - start - (self.exposed_comm_s + self.idle_s - waited)
         if category == "compute":
-            net = end - start - (self.exposed_comm_s + self.idle_s - waited)
             self.compute_s += net
-            if self.samples is not None and sample is not None:
-                self.samples.compute_s[sample].append(net)
+        if self.samples is not None and sample is not None and not self._on_cuda:
+            self.samples.actions_s[sample].append(net)
         if self.recording:
             self.spans.append(Span(category, name, start, end))
 

@@ -115,7 +115,7 @@ class Meter:
         samples = self.clock.samples
         if samples is not None:
             for (kind, stage, _), seconds in self._seconds.items():
-                samples.compute_s[kind, stage].append(seconds)
+                samples.actions_s[kind, stage].append(seconds)
         self._seconds.clear()
 
 
