@@ -1,7 +1,7 @@
 """Compares training systems by wall-clock time: `python -m benchmarks.side_by_side --preset NAME`. Needs root.
 
 Every round launches each system of the preset once on an emulated cluster, in turn: it starts and trains a step at full
-speed, then one or more steps under the cluster's CPU quotas, which are measured. docs/speed.md has results.
+speed, then one or more steps at the preset's speed of workers and cards, which are measured. docs/speed.md has results.
 
     python -m benchmarks.side_by_side --preset paper_like --json paper_like.json
     python -m benchmarks.side_by_side --preset paper_like --tune

@@ -1,4 +1,4 @@
-"""One launch of a system on the emulated cluster: start at full speed, steps under quotas measured."""
+"""One launch of a system on the emulated cluster: a step at full speed, then steps at the workers' and cards' rates."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.side_by_side.preset import Preset
-from benchmarks.side_by_side.summary import DEDUPLICATED
+from benchmarks.side_by_side.summary import DEDUPLICATED, EQUAL
 
 
 def section(preset: Preset, result: Mapping[str, Any]) -> str:
@@ -22,8 +22,7 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
         "",
         f"Preset `{preset.name}`: {spec.nodes} nodes x {spec.workers_per_node} workers, "
         f"{' / '.join(f'{rate:g}' for rate in rates)} Mbit/s, "
-        f"{' / '.join(f'{cpu:g}' for cpu in sorted(set(spec.cpus)))} cores a worker; {result['num_rounds']} rounds. "
-        "Made by:",
+        f"{workers_text(preset)}; {result['num_rounds']} rounds. Made by:",
         "",
         "```",
         f"python -m benchmarks.side_by_side --preset {preset.name}",
@@ -46,17 +45,24 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
             f"{values['peak_memory_bytes'] / 1e6:.0f} | {values['tokens_per_s']:.0f} | {simulated} | {ratio} | {most} |"
         )
     lines += ["", f"![Compute, exposed communication and idle time of each system](speed_{preset.name}.png)", ""]
-    if "exposed_cut" in result:
-        share = result["systems"][DEDUPLICATED]["payload_wire_share"]
+    systems = result["systems"]
+    if EQUAL in systems:
         lines += [
             "The payload of de-duplicated expert parallelism at equal experts a worker takes, at the cards' rate, "
-            f"{share:.0%} of its step.",
-            "",
-            f"Exposed communication is {result['exposed_cut']:.0%} less than expert parallelism's at equal experts a "
-            "worker, de-duplicated.",
+            f"{systems[EQUAL]['payload_wire_share']:.0%} of its step.",
             "",
         ]
+    if "exposed_cut" in result:
+        baseline = next(systems[name]["title"] for name in DEDUPLICATED if name in systems)
+        lines += [f"Exposed communication is {result['exposed_cut']:.0%} less than that of {baseline}.", ""]
     return "\n".join(lines)
+
+
+def workers_text(preset: Preset) -> str:
+    """How fast a preset's workers are."""
+    if preset.speed < 1.0:
+        return f"workers at {preset.speed:g} of a core's speed"
+    return f"{' / '.join(f'{cpu:g}' for cpu in sorted(set(preset.cluster.cpus)))} cores a worker"
 
 
 def tuning_section(preset: Preset) -> str:

@@ -2,8 +2,8 @@
 
     title = "..."                     what the preset stands for
     description = "..."
-    [cluster]                         nodes, workers_per_node, cpu, nic and perhaps period_ms, free_transfers: as the
-                                      options of benchmarks.emulated_cluster
+    [cluster]                         nodes, workers_per_node, nic, and the workers' speed (see `pace`) or cpu and
+                                      perhaps period_ms, free_transfers: as the options of benchmarks.emulated_cluster
     [config.SECTION]                  configuration of the trainer that all systems share
     [systems.NAME]                    title, perhaps against = "SYSTEM", and either
         config.SECTION.key = ...          what the system adds to it, or

@@ -5,12 +5,13 @@ Samples differ in their number of valid tokens (document ends do not count), so 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from disagmoe.config.schema import OptimizerConfig
+from disagmoe.config.schema import OptimizerConfig, ParallelismConfig
 from disagmoe.data import build_dataset
 from disagmoe.layout import Role
 from tests.distributed.harness.cases import FAMILIES, SGD, Case, RunResult, make_config, write_uneven_documents
@@ -130,3 +131,14 @@ def test_copies_stay_bit_equal(family: str, worlds: Worlds, documents: Path) -> 
         role = Role.FFN if "_experts" in name else Role.ATTN
         assert set(homes) == roles[role], name
     assert any(not torch.equal(result.initial[name], result.parameters[name]) for name in (norm,))
+
+
+def test_the_unsplit_model_takes_more_micro_batches_than_samples(worlds: Worlds, documents: Path) -> None:
+    """Those without a sample are left out."""
+    results = []
+    for microbatches in (SAMPLES, 2 * SAMPLES):
+        case = batch_case(documents, "qwen3", layout=(1, 1, 1, 1), microbatches=microbatches)
+        config = replace(case.config, parallelism=ParallelismConfig(mode="none"))
+        results.append(worlds.run(Case(config=config, steps=case.steps)))
+    expected, result = results
+    assert_same_training(result, expected, optimizer="SGD", where="mode none, 16 micro-batches of 8 samples")
