@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import sys
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allocator_large import describe, run_large
-from benchmarks.allocator_page import write
+from benchmarks.allocator_page import mean_gain, write
 from benchmarks.allocator_ratios import all_ratios
 from benchmarks.paper_setting import MODELS
 from disagmoe.allocator.evaluate import Outcome
@@ -94,12 +93,6 @@ def _record(outcome: Outcome) -> dict[str, Any]:
 def cells(quick: bool) -> Iterator[tuple[str, int, int, bool]]:
     lengths, nodes = (LENGTHS[::2], NODES[:1]) if quick else (LENGTHS, NODES)
     yield from product(MODELS, lengths, nodes, (False, True))
-
-
-def mean_gain(results: Sequence[dict[str, Any]]) -> float:
-    """Geometric mean of the paper's step over ours, less 1, where both have an answer."""
-    ratios = [r["paper"]["step_s"] / r["ours"]["step_s"] for r in results if r["ours"] and r["paper"]]
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1 if ratios else 0.0
 
 
 def row_of(key: str, result: dict[str, Any]) -> tuple[str, ...]:

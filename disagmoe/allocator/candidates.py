@@ -101,9 +101,13 @@ def _of_width(tables: Tables, replicas: int, attn_workers: int, cutoff_s: float)
             work_s, state = m * layers * samples * ffn.compute_s, layers * ffn.state_bytes
             if work_s > cutoff_s or state > tables.capacity[1]:
                 continue
+            # Else layouts without room for the A-workers' buffers would crowd out those that fit.
+            room = tables.capacity[0] - ffn.attn_buffer_bytes
             for depth in depths:
                 if depth * attn_workers + ffn_depth * workers > budget:
                     break
+                if tables.attn_depths[depth].least_bytes > room:
+                    continue
                 found = Candidate(
                     attn_depth=depth, ffn_depth=ffn_depth, attn_workers=attn_workers, ffn_workers=workers,
                     replicas=replicas, microbatches=m, recompute=tables.recompute, site=tables.site,

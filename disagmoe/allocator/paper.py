@@ -5,8 +5,8 @@ split of GPUs and NICs; C: forward FLOPs of a layer, V: bytes between the pools.
 (C_a + C_f) / (T W P). One depth p for both roles, forward only, groups of any size taken as ideal.
 
 What it leaves open is decided in its favour: V with the rows that really travel (once a worker), efficiencies as in
-our model, recomputation as little as fits. Of depth and replicas the formula sees only the product: of equals, up to
-MOST_TRIED are simulated, shallow ones first, and the fastest counts.
+our model. Of recomputation it knows nothing: its first choice of each policy is simulated. Of depth and replicas it
+sees only the product: of equals, up to MOST_TRIED are simulated, shallow ones first. Of all these the fastest counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_TRIED = 5
 
 
 class PaperChoice(NamedTuple):
-    """A candidate by the formula; ordered as its two phases order, then by recomputation, depth and replicas."""
+    """A candidate by the formula; ordered as its two phases order, then by depth and replicas."""
 
     period_s: float
     """max(T_a, T_f) a layer and sample, over all GPUs."""
@@ -103,20 +103,31 @@ def allocate_paper(question: Question) -> Outcome | None:
 
 def _allocate_paper(question: Question) -> Outcome | None:
     schedules = [name for name in SCHEDULES if question.pins.allow("schedule", name)]
+    by_policy: dict[int, list[PaperChoice]] = {}
+    for choice in paper_choices(question):
+        by_policy.setdefault(choice.recompute, []).append(choice)
     best: Outcome | None = None
+    for choices in by_policy.values():
+        best = _fastest_of_equals(question, sorted(choices), schedules, best)
+    return best
+
+
+def _fastest_of_equals(
+    question: Question, choices: list[PaperChoice], schedules: list[str], best: Outcome | None
+) -> Outcome | None:
+    """The fastest of `best` and of those that the formula finds as good as the first one that can be simulated."""
     first: PaperChoice | None = None
     tried = 0
-    for choice in sorted(paper_choices(question)):
-        if first is not None and (choice[:3] != first[:3] or tried >= MOST_TRIED):
+    for choice in choices:
+        if first is not None and (choice[:2] != first[:2] or tried >= MOST_TRIED):
             break
         pooled = any(choice.nics)
         order = question.pins.rank_order or ("mixed" if pooled else "paired")
         placed = make_placed(question, choice.candidate, order, choice.nics if pooled else (0, 0))
-        if best is not None and placed.bound_s >= best.step_s:
-            tried += 1
+        if not placed.fits:
             continue
-        outcome = simulate_placed(placed, schedules)
-        if outcome is not None:
-            first, tried = first or choice, tried + 1
-            best = outcome if best is None or outcome.step_s < best.step_s else best
+        first, tried = first or choice, tried + 1
+        if best is None or placed.bound_s < best.step_s:
+            outcome = simulate_placed(placed, schedules)
+            best = outcome if best is None or (outcome and outcome.step_s < best.step_s) else best
     return best

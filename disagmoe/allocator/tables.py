@@ -26,6 +26,7 @@ from math import inf
 from typing import TypeVar
 
 from disagmoe.allocator.memory import (
+    attn_buffer_bytes,
     ffn_buffer_bytes,
     ffn_kept_bytes,
     ffn_passing_bytes,
@@ -90,6 +91,8 @@ class FfnWorkers:
     """Of a layer and a sample in flight."""
     passing_bytes: float
     """Of a sample, in one layer at a time: what passes, and buffers."""
+    attn_buffer_bytes: float
+    """Message buffers of an A-worker before so many F-workers."""
     matrix_bytes: float
     """What passes whatever the number of samples, in one layer at a time."""
 
@@ -246,6 +249,7 @@ class Tables:
             state_bytes=params * self.bytes_a_param,
             kept_bytes=ffn_kept_bytes(job, layer, job.seq_len, workers, imbalance),
             passing_bytes=passing + ffn_buffer_bytes(job, layer, job.seq_len, workers, imbalance),
+            attn_buffer_bytes=attn_buffer_bytes(job, self.samples, workers),
             matrix_bytes=matrix,
         )
 
