@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from disagmoe.allocator.question import MAX_WORKERS, Candidate, Question
-from disagmoe.allocator.tables import Tables
+from disagmoe.allocator.tables import INFEASIBLE, Tables
 from disagmoe.simulator.roofline import Recompute
+
+LARGE = 1024
+"""GPUs of a cluster on which not all layouts are listed, but those alone that waste least; see `_useful`."""
 
 
 @dataclass(frozen=True, order=True)
@@ -43,11 +46,80 @@ def attn_worker_counts(tables: Tables, replicas: int) -> list[int]:
     return [m for m in range(1, most + 1) if question.pins.allow("attn_workers", m)]
 
 
-def within(tables: Tables, cutoff_s: float) -> Iterator[Ranked]:
-    """Candidates with a bound of at most `cutoff_s` that the runtime's rules allow."""
-    for replicas in replica_counts(tables):
-        for attn_workers in attn_worker_counts(tables, replicas):
-            yield from _of_width(tables, replicas, attn_workers, cutoff_s)
+class _Shortlist:
+    """The `size` likeliest candidates so far, and the least bound of those that are not on it."""
+
+    def __init__(self, size: int, cutoff_s: float) -> None:
+        self.size = size
+        self.cutoff_s = cutoff_s
+        """What is on no list has no smaller bound, as far as it has not been offered."""
+        self.others_s = cutoff_s
+        self.ranked: list[Ranked] = []
+
+    def offer(self, found: Ranked) -> None:
+        self.ranked.append(found)
+        if len(self.ranked) >= 2 * self.size:
+            self._cut()
+
+    def _cut(self) -> None:
+        self.ranked.sort()
+        for dropped in self.ranked[self.size :]:
+            self.others_s = min(self.others_s, dropped.bound_s)
+        del self.ranked[self.size :]
+        if len(self.ranked) == self.size:
+            # An estimate is no less than its bound, so what has a larger bound is not likely enough.
+            self.cutoff_s = min(self.cutoff_s, self.ranked[-1].estimate_s)
+
+    def result(self) -> tuple[list[Ranked], float]:
+        self._cut()
+        return self.ranked, min(self.others_s, self.cutoff_s)
+
+
+def likeliest(tables: Sequence[Tables], cutoff_s: float, size: int) -> tuple[list[Ranked], float]:
+    """Of all candidates with a bound of at most `cutoff_s` that the runtime's rules allow, the `size` likeliest, in
+    order; and what all others take at least."""
+    found = _Shortlist(size, cutoff_s)
+    for one in tables:
+        for candidate in coarse(one):
+            terms = one.terms_s(candidate)
+            if terms and max(terms) <= found.cutoff_s and _has_buffers(one, candidate):
+                found.offer(Ranked(one.estimate_s(candidate, terms), candidate, max(terms)))
+    # They come again below: only the cut-off is kept of them.
+    found._cut()
+    found = _Shortlist(size, found.cutoff_s)
+    for one in tables:
+        if one.gpus > LARGE:
+            # Others were not looked at; the caller knows a bound of all.
+            found.others_s = 0.0
+        for replicas in _worthwhile_replicas(one):
+            for attn_workers in attn_worker_counts(one, replicas):
+                _of_width(one, replicas, attn_workers, found)
+    return found.result()
+
+
+def _worthwhile_replicas(tables: Tables) -> list[int]:
+    """On a large cluster, of the numbers that leave each replica as many GPUs the largest, and the largest that fills
+    whole nodes with any layout."""
+    counts = replica_counts(tables)
+    if tables.gpus <= LARGE:
+        return counts
+    size = tables.pools[0].gpus_per_node
+    kept: dict[tuple[int, bool], int] = {}
+    for replicas in counts:
+        for whole in {False, replicas % size == 0}:
+            kept[tables.gpus // replicas, whole] = replicas
+    return sorted(set(kept.values()))
+
+
+def _useful(values: Iterable[int], parts: int, tables: Tables) -> list[int]:
+    """On a large cluster, the numbers of groups or workers that leave the fullest fewer of `parts` than one less."""
+    return [v for v in values if tables.gpus <= LARGE or v == 1 or -(-parts // v) < -(-parts // (v - 1))]
+
+
+def _has_buffers(tables: Tables, c: Candidate) -> bool:
+    """Whether A-workers have room for their message buffers. Else layouts without would crowd out those that fit."""
+    buffers = tables.ffn_workers[c.ffn_workers].attn_buffer_bytes
+    return tables.attn_depths[c.attn_depth].least_bytes + buffers <= tables.capacity[0]
 
 
 def coarse(tables: Tables) -> Iterator[Candidate]:
@@ -73,8 +145,9 @@ def _some(values: list[int]) -> list[int]:
     return [v for v in values if v & (v - 1) == 0 or v in (3, 6, 12, 24, 48, 96)]
 
 
-def _of_width(tables: Tables, replicas: int, attn_workers: int, cutoff_s: float) -> Iterator[Ranked]:
-    question = tables.question
+def _of_width(tables: Tables, replicas: int, attn_workers: int, shortlist: _Shortlist) -> None:
+    """Offer the candidates with so many replicas and A-workers a group."""
+    question, cutoff_s = tables.question, shortlist.cutoff_s
     m = question.microbatches(attn_workers, replicas)
     if not question.covers(attn_workers, replicas, m):
         return
@@ -82,35 +155,40 @@ def _of_width(tables: Tables, replicas: int, attn_workers: int, cutoff_s: float)
     budget = tables.gpus // replicas
     depths = [
         p
-        for p, attn in tables.attn_depths.items()
+        for p in _useful(tables.attn_depths, question.num_moe + 1, tables)
+        for attn in [tables.attn_depths[p]]
         if p * attn_workers < budget
         and replicas * p * attn_workers <= tables.attn_gpus
-        and m * max(seconds for seconds, _ in attn.work) <= cutoff_s
+        and m * attn.most_work_s <= cutoff_s
         and attn.least_bytes <= tables.capacity[0]
     ]
-    if not depths:
+    left = min(budget - min(depths) * attn_workers, tables.ffn_gpus // replicas) if depths else 0
+    if m * samples * tables.ffn_gpu_seconds > cutoff_s * left:
         return
-    left = budget - min(depths) * attn_workers
-    for workers, ffn in tables.ffn_workers.items():
-        if workers > left or replicas * workers > tables.ffn_gpus:
+    ffn_depths = _useful(tables.ffn_depths, question.num_moe, tables)
+    for workers in _useful(tables.ffn_workers, question.moe.num_experts, tables):
+        ffn = tables.ffn_workers[workers]
+        if workers > left:
             break
-        for ffn_depth in range(1, min(question.num_moe, left // workers, tables.ffn_gpus // (replicas * workers)) + 1):
-            if not question.pins.allow("ffn_depth", ffn_depth):
+        # Fewest layers a group that the work leaves time for, so the least depth.
+        layers = int(cutoff_s / (m * samples * ffn.compute_s)) if cutoff_s < INFEASIBLE else question.num_moe
+        if not layers:
+            continue
+        shallowest = -(-question.num_moe // layers)
+        for ffn_depth in ffn_depths:
+            if not shallowest <= ffn_depth <= left // workers:
                 continue
-            layers = tables.ffn_layers(ffn_depth)
-            work_s, state = m * layers * samples * ffn.compute_s, layers * ffn.state_bytes
-            if work_s > cutoff_s or state > tables.capacity[1]:
+            if tables.ffn_layers(ffn_depth) * ffn.state_bytes > tables.capacity[1]:
                 continue
-            # Else layouts without room for the A-workers' buffers would crowd out those that fit.
-            room = tables.capacity[0] - ffn.attn_buffer_bytes
             for depth in depths:
                 if depth * attn_workers + ffn_depth * workers > budget:
                     break
-                if tables.attn_depths[depth].least_bytes > room:
-                    continue
                 found = Candidate(
                     attn_depth=depth, ffn_depth=ffn_depth, attn_workers=attn_workers, ffn_workers=workers,
                     replicas=replicas, microbatches=m, recompute=tables.recompute, site=tables.site,
                 )  # fmt: skip
-                if question.fills_nodes(found) and (terms := tables.terms_s(found)) and max(terms) <= cutoff_s:
-                    yield Ranked(tables.estimate_s(found, terms), found, max(terms))
+                if not question.fills_nodes(found) or not _has_buffers(tables, found):
+                    continue
+                terms = tables.terms_s(found)
+                if terms and max(terms) <= shortlist.cutoff_s:
+                    shortlist.offer(Ranked(tables.estimate_s(found, terms), found, max(terms)))

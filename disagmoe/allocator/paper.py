@@ -107,7 +107,8 @@ def _allocate_paper(question: Question) -> Outcome | None:
     for choice in paper_choices(question):
         by_policy.setdefault(choice.recompute, []).append(choice)
     best: Outcome | None = None
-    for choices in by_policy.values():
+    # Most recomputation first: steps with many micro-batches in flight rule out most others by their bounds.
+    for _, choices in sorted(by_policy.items(), reverse=True):
         best = _fastest_of_equals(question, sorted(choices), schedules, best)
     return best
 

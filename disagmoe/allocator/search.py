@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from disagmoe.allocator.candidates import all_tables, within
+from disagmoe.allocator.candidates import all_tables, likeliest
 from disagmoe.allocator.evaluate import SCHEDULES, Outcome, Placed, Placement, placements, shortened, simulate_placed
 from disagmoe.allocator.milp import Solution, solve
 from disagmoe.allocator.question import Candidate, Question
@@ -97,16 +97,20 @@ def _allocate(question: Question) -> Answer:
 
 def _placed(question: Question, likely_s: float) -> tuple[list[Placed], float]:
     """The likeliest candidates in all packings, with costs, likeliest first, with bounds up to `likely_s`, or all if
-    none of these fits; and the least bound of all others."""
-    tables = all_tables(question)
+    none of these fits; and the least bound of all others, as far as they were looked at."""
     for cutoff_s in (likely_s, float("inf")):
-        ranked = sorted(r for table in tables for r in within(table, cutoff_s))
-        found = [p for r in ranked[:MAX_PLACED] for p in placements(question, r.candidate) if p.fits]
+        ranked, others_s = likeliest(all_tables(question), cutoff_s, MAX_PLACED)
+        found = []
+        for r in ranked:
+            fitting = sorted((p for p in placements(question, r.candidate) if p.fits), key=lambda p: p.estimate_s)
+            # Where simulating is dear, another packing of a candidate is not tried.
+            kept = len(fitting) if fitting and _effort(fitting[0], *_variants(question)) <= CHEAP else 1
+            others_s = min([others_s, *(p.bound_s for p in fitting[kept:])])
+            found += fitting[:kept]
         if found:
             break
     else:
         raise NothingFits("no layout fits")
-    others_s = min([cutoff_s, *(r.bound_s for r in ranked[MAX_PLACED:])])
     return sorted(found, key=lambda p: (p.estimate_s, p.candidate)), others_s
 
 
@@ -126,8 +130,7 @@ class _Search:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.names = [name for name in SCHEDULES if question.pins.allow("schedule", name)]
-        self.splits = [split for split in (False, True) if question.pins.allow("split_backward", split)]
+        self.names, self.splits = _variants(question)
         self.best: dict[Candidate, Outcome] = {}
         """Of each simulated candidate the fastest outcome."""
         self.complete: set[Placement] = set()
@@ -160,7 +163,9 @@ class _Search:
             question=self.question,
             outcomes=tuple(sorted(self.best.values(), key=_order)),
             solution=solution,
-            least_s=min([others_s, *(p.bound_s for p in placed if p.placement not in self.complete)]),
+            least_s=min(
+                [max(others_s, solution.bound_s), *(p.bound_s for p in placed if p.placement not in self.complete)]
+            ),
         )
 
     def _split_best(self) -> None:
@@ -217,6 +222,12 @@ class _Search:
                     _Trial(estimate_s=estimate, placed=p, names=[outcome.schedule], splits=splits[:1], in_flight=limit)
                 )
         return sorted(trials, key=lambda trial: (trial.estimate_s, trial.placed.candidate))
+
+
+def _variants(question: Question) -> tuple[list[str], list[bool]]:
+    """Schedules to try, and whether to split backwards."""
+    names = [name for name in SCHEDULES if question.pins.allow("schedule", name)]
+    return names, [split for split in (False, True) if question.pins.allow("split_backward", split)]
 
 
 def _effort(placed: Placed, names: Sequence[str], splits: Sequence[bool] = (False,)) -> int:

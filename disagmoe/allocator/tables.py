@@ -48,6 +48,8 @@ class AttnDepth:
 
     work: tuple[tuple[float, int], ...]
     """By group that may be the last: seconds of compute; A-F pairs of stages before its first."""
+    most_work_s: float
+    """Of the fullest group: the largest of `work`."""
     half_layers: int
     """Messages one way that the busiest group's NICs see, two a MoE layer."""
     least_bytes: float
@@ -157,6 +159,7 @@ class Tables:
         room = [max(self.capacity[0] - bytes_, 1.0) for bytes_ in held]
         return AttnDepth(
             work=_front(zip(work, range(depth), strict=True)),
+            most_work_s=max(work),
             # The first stage gets no combine, the head's sends no dispatch.
             half_layers=2 * -(-num_moe // depth) - (depth > 1 and num_moe % depth == 1),
             least_bytes=max(a + b for a, b in zip(held, kept, strict=True)),
@@ -202,6 +205,11 @@ class Tables:
         """Forward of a MoE layer's attention a sample, on average."""
         layers = self.attn_stages[:-1]
         return sum(seconds.forward for seconds, *_ in layers) / len(layers) / self.samples
+
+    @cached_property
+    def ffn_gpu_seconds(self) -> float:
+        """Of a sample in all layers, on as many F-workers as make it least."""
+        return self.question.num_moe * min((n * t.compute_s for n, t in self.ffn_workers.items()), default=0.0)
 
     @cached_property
     def ffn_ideal_forward_s(self) -> float:
