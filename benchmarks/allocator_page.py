@@ -9,26 +9,11 @@ from typing import Any
 
 from benchmarks.allocator_large import describe
 from benchmarks.allocator_ratios import ratios_table
+from benchmarks.pages import insert
 from benchmarks.paper_setting import SETS
 from disagmoe.simulator.report import as_markdown
 
-BEGIN = "<!-- begin benchmarks.allocator_quality -->"
-END = "<!-- end benchmarks.allocator_quality -->"
-
-
-def insert(page: str, text: str) -> str:
-    """`page` with the generated part in place of the one it has, or at its end.
-
-    >>> insert("# A\\n", "new").splitlines()[2:5] == [BEGIN, "new", END]
-    True
-    >>> insert(f"{BEGIN}\\nold\\n{END}\\nrest\\n", "new") == f"{BEGIN}\\nnew\\n{END}\\nrest\\n"
-    True
-    """
-    block = f"{BEGIN}\n{text.rstrip()}\n{END}"
-    before, found, rest = page.partition(BEGIN)
-    if not found:
-        return f"{page.rstrip()}\n\n{block}\n"
-    return before + block + rest.partition(END)[2]
+PART = "benchmarks.allocator_quality"
 
 
 def section(
@@ -124,4 +109,4 @@ def write(docs: Path, results: Mapping[str, Any]) -> None:
     """Put the section into docs/allocation.md; `results`: what `--json` keeps."""
     path = docs / "allocation.md"
     text = section(results["cells"], results["gains"], results.get("large"), results.get("ratios") or {})
-    path.write_text(insert(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+    path.write_text(insert(path.read_text(encoding="utf-8"), PART, text), encoding="utf-8")

@@ -95,6 +95,11 @@ def cells(quick: bool) -> Iterator[tuple[str, int, int, bool]]:
     yield from product(MODELS, lengths, nodes, (False, True))
 
 
+def key_of(model: str, length: int, nodes: int, pooled: bool) -> str:
+    """A cell's name in the results."""
+    return f"{model}/{length}/{nodes}/{'pooled' if pooled else 'tied'}"
+
+
 def row_of(key: str, result: dict[str, Any]) -> tuple[str, ...]:
     model, length, nodes, nics = key.split("/")
     ours, paper = result["ours"], result["paper"]
@@ -128,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
 
     for model, length, nodes, pooled in cells(options.quick):
-        key = f"{model}/{length}/{nodes}/{'pooled' if pooled else 'tied'}"
+        key = key_of(model, length, nodes, pooled)
         if key not in done and options.no_compute:
             continue
         used[key] = done[key] = done.get(key) or measure(question_of(model, length, nodes, pooled=pooled))
@@ -144,8 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.docs is not None:
         if not options.no_compute:
             keep(ratios=all_ratios(kept.get("ratios", {})))
-        every = (f"{m}/{length}/{n}/{'pooled' if p else 'tied'}" for m, length, n, p in cells(options.quick))
-        shown = {key: done.get(key) for key in every}
+        shown = {key: done.get(key) for key in (key_of(*cell) for cell in cells(options.quick))}
         write(options.docs, {**kept, "cells": shown, "gains": gains(done)})
     return 0
 

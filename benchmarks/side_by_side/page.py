@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import insert
 from benchmarks.side_by_side.preset import Preset
 from benchmarks.side_by_side.summary import DEDUPLICATED, EQUAL
 
@@ -25,7 +25,7 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
         f"{workers_text(preset)}; {result['num_rounds']} rounds. Made by:",
         "",
         "```",
-        f"python -m benchmarks.side_by_side --preset {preset.name}",
+        f"python -m benchmarks.side_by_side --preset {preset.name} --rounds {result['num_rounds']} --docs docs",
         "```",
         "",
         "| system | step, s | compute | exposed comm. | idle | sent, MB | peak memory, MB | tokens/s | simulated, s | "
@@ -93,29 +93,14 @@ def tuning_section(preset: Preset) -> str:
 def write_tuning(preset: Preset, docs: Path) -> None:
     """Put what was tried into docs/speed.md."""
     path = docs / "speed.md"
-    path.write_text(insert(path.read_text(), f"{preset.name}, tuning", tuning_section(preset)))
-
-
-def insert(page: str, name: str, text: str) -> str:
-    """`page` with the section of preset `name` put in place of the one it has, or at its end.
-
-    >>> insert("# Speed\\n", "a", "new")
-    '# Speed\\n\\n<!-- preset a -->\\nnew\\n<!-- end -->\\n'
-    >>> insert("<!-- preset a -->\\nold\\n<!-- end -->\\nrest\\n", "a", "new")
-    '<!-- preset a -->\\nnew\\n<!-- end -->\\nrest\\n'
-    """
-    block = f"<!-- preset {name} -->\n{text.rstrip()}\n<!-- end -->"
-    pattern = re.compile(rf"<!-- preset {re.escape(name)} -->.*?<!-- end -->", re.S)
-    if pattern.search(page):
-        return pattern.sub(lambda _: block, page)
-    return f"{page.rstrip()}\n\n{block}\n"
+    path.write_text(insert(path.read_text(), f"preset {preset.name}, tuning", tuning_section(preset)))
 
 
 def write(preset: Preset, result: Mapping[str, Any], docs: Path) -> None:
     """Put the section into docs/speed.md and draw its picture."""
     path = docs / "speed.md"
     page = path.read_text() if path.exists() else "# Speed, side by side\n"
-    path.write_text(insert(page, preset.name, section(preset, result)))
+    path.write_text(insert(page, f"preset {preset.name}", section(preset, result)))
     draw(result, docs / f"speed_{preset.name}.png")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from disagmoe.allocator.memory import GroupMemory, group_memories
 from disagmoe.allocator.question import Candidate, Question, soft_max
@@ -15,7 +15,7 @@ from disagmoe.schedules import Action, Kind
 from disagmoe.schedules.af_pipe import ROUND_FACTOR
 from disagmoe.simulator.costs import Hop, StageCosts
 from disagmoe.simulator.engine import Options, simulate
-from disagmoe.simulator.generators import af_order, af_unchecked
+from disagmoe.simulator.generators import OrderRequest, af_order, af_unchecked
 from disagmoe.simulator.result import Result
 from disagmoe.simulator.roofline import AFRoofline, Job
 
@@ -283,7 +283,7 @@ def _room_in_flight(placed: Placed, name: str, split: bool) -> int:
     """
     count = placed.candidate.microbatches
     surely = min(int(min(placed.room)), count)
-    liked = _in_flight(_order(placed, name, split, 0, few=True))
+    liked = _in_flight(af_order(_request(placed, name, split, 0, few=True)))
     tried = min(int(liked / _use(placed, name, split, 0, few=True)), count)
     if surely < tried and _may_fit(placed, name, split, tried):
         return tried
@@ -304,9 +304,7 @@ def _in_flight(compute: Sequence[Sequence[Action]]) -> int:
 
 
 def _simulate(placed: Placed, name: str, split: bool, in_flight: int) -> Outcome:
-    schedule = af_unchecked(
-        placed.roofline.layout, placed.job.model.is_moe_layer, **_order_options(placed, name, split, in_flight)
-    )
+    schedule = af_unchecked(_request(placed, name, split, in_flight))
     return Outcome(
         placed=placed,
         schedule=name,
@@ -320,34 +318,21 @@ def _simulate(placed: Placed, name: str, split: bool, in_flight: int) -> Outcome
     )
 
 
-class _OrderOptions(TypedDict):
-    costs: StageCosts
-    order: str
-    split: bool
-    num_microbatches: int
-    in_flight: int
-
-
-def _order_options(placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False) -> _OrderOptions:
+def _request(placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False) -> OrderRequest:
+    """few: of a long order with fewer micro-batches, enough of them that activations reach their peaks."""
     count = placed.candidate.microbatches
     if few and 2 * len(placed.group_of_stage) * count > LONG:
         turn = ROUND_FACTOR[name] * placed.roofline.layout.num_groups
         count = min(count, FEW_ROUNDS * (min(turn, in_flight) if in_flight else turn))
-    return {
-        "costs": placed.costs,
-        "order": name,
-        "split": split,
-        "num_microbatches": count,
-        "in_flight": in_flight,
-    }
-
-
-def _order(
-    placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False
-) -> tuple[tuple[Action, ...], ...]:
-    """few: of a long one with fewer micro-batches, enough of them that activations reach their peaks."""
-    layout, layers = placed.roofline.layout, placed.job.model.is_moe_layer
-    return af_order(layout, layers, **_order_options(placed, name, split, in_flight, few=few))
+    return OrderRequest(
+        layout=placed.roofline.layout,
+        is_moe_layer=placed.job.model.is_moe_layer,
+        costs=placed.costs,
+        order=name,
+        split=split,
+        num_microbatches=count,
+        in_flight=in_flight,
+    )
 
 
 def peaks(placed: Placed, compute: Sequence[Sequence[Action]]) -> list[float]:
@@ -367,7 +352,7 @@ def peaks(placed: Placed, compute: Sequence[Sequence[Action]]) -> list[float]:
 
 def _use(placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False) -> float:
     """Share of the room for activations that a schedule's fullest group uses."""
-    compute = _order(placed, name, split, in_flight, few=few)
+    compute = af_order(_request(placed, name, split, in_flight, few=few))
     uses = zip(peaks(placed, compute), placed.memories, placed.room, strict=True)
     return max(peak / max(1.0, memory.kept_a_microbatch) / room for peak, memory, room in uses)
 

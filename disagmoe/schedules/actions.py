@@ -28,7 +28,7 @@ class Kind(Enum):
     RECV_B = "RECV_B"
 
     def __init__(self, letters: str) -> None:
-        self.is_compute = len(letters) == 1
+        self.is_compute = not letters.startswith(("SEND", "RECV"))
 
     # Enum's own goes by name, in Python: actions are hashed millions of times. Members exist once.
     __hash__ = object.__hash__

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from disagmoe.layout import Layout
 from disagmoe.schedules import (
@@ -56,35 +57,50 @@ def af_schedule(
     return _make(one, tuple(is_moe_layer), order, num_microbatches, in_flight, hoist, send_after, split, known)
 
 
-def af_order(
-    layout: Layout,
-    is_moe_layer: Sequence[bool],
-    *,
-    costs: StageCosts,
-    order: str,
-    split: bool,
-    num_microbatches: int,
-    in_flight: int = 0,
-) -> tuple[tuple[Action, ...], ...]:
-    """By group, the compute actions of *plain* or *deep*: much less work than a schedule, enough to see what memory
-    it takes."""
-    known = costs if split else None
-    return _order(_one_worker(layout), tuple(is_moe_layer), order, num_microbatches, in_flight, split, known)
+@dataclass(frozen=True, kw_only=True)
+class OrderRequest:
+    """A *plain* or *deep* order for trials that nobody executes."""
+
+    layout: Layout
+    is_moe_layer: tuple[bool, ...]
+    costs: StageCosts
+    order: str
+    split: bool
+    num_microbatches: int
+    in_flight: int = 0
 
 
-def af_unchecked(
-    layout: Layout,
-    is_moe_layer: Sequence[bool],
-    *,
-    costs: StageCosts,
-    order: str,
-    split: bool,
-    num_microbatches: int,
-    in_flight: int = 0,
-) -> Schedule:
-    """As `af_schedule`, for trials that nobody executes: the schedule is not validated."""
-    known = costs if split else None
-    return _unchecked(_one_worker(layout), tuple(is_moe_layer), order, num_microbatches, in_flight, split, known)
+def af_order(request: OrderRequest) -> tuple[tuple[Action, ...], ...]:
+    """By group, its compute actions: much less work than a schedule, enough to see what memory it takes."""
+    return _order(_essence(request))
+
+
+def af_unchecked(request: OrderRequest) -> Schedule:
+    """As `af_schedule`, but not validated."""
+    return _unchecked(_essence(request))
+
+
+class _Essence(NamedTuple):
+    """What an order depends on."""
+
+    layout: Layout
+    is_moe_layer: tuple[bool, ...]
+    order: str
+    num_microbatches: int
+    in_flight: int
+    costs: StageCosts | None
+    """Where the backward is split; None: it is not."""
+
+
+def _essence(request: OrderRequest) -> _Essence:
+    return _Essence(
+        _one_worker(request.layout),
+        request.is_moe_layer,
+        request.order,
+        request.num_microbatches,
+        request.in_flight,
+        request.costs if request.split else None,
+    )
 
 
 def _one_worker(layout: Layout) -> Layout:
@@ -118,33 +134,14 @@ def _make(
 
 
 @lru_cache(maxsize=8)
-def _order(
-    layout: Layout,
-    is_moe_layer: tuple[bool, ...],
-    name: str,
-    num_microbatches: int,
-    in_flight: int,
-    split_backward: bool,
-    costs: StageCosts | None,
-) -> tuple[tuple[Action, ...], ...]:
-    if split_backward:
-        assert costs is not None
-        whole = _order(layout, is_moe_layer, name, num_microbatches, in_flight, False, None)
-        return split_order(
-            whole, layout, is_moe_layer, num_microbatches=num_microbatches, costs=costs, in_flight=in_flight
-        )
-    return make_order(layout, is_moe_layer, name=name, num_microbatches=num_microbatches, in_flight=in_flight)
+def _order(of: _Essence) -> tuple[tuple[Action, ...], ...]:
+    size = {"num_microbatches": of.num_microbatches, "in_flight": of.in_flight}
+    if of.costs is None:
+        return make_order(of.layout, of.is_moe_layer, name=of.order, **size)
+    whole = _order(of._replace(costs=None))
+    return split_order(whole, of.layout, of.is_moe_layer, costs=of.costs, **size)
 
 
 @lru_cache(maxsize=4)
-def _unchecked(
-    layout: Layout,
-    is_moe_layer: tuple[bool, ...],
-    name: str,
-    num_microbatches: int,
-    in_flight: int,
-    split_backward: bool,
-    costs: StageCosts | None,
-) -> Schedule:
-    compute = _order(layout, is_moe_layer, name, num_microbatches, in_flight, split_backward, costs)
-    return add_transfers(name, compute, layout, is_moe_layer, num_microbatches=num_microbatches)
+def _unchecked(of: _Essence) -> Schedule:
+    return add_transfers(of.order, _order(of), of.layout, of.is_moe_layer, num_microbatches=of.num_microbatches)

@@ -129,7 +129,8 @@ def test_the_whole_trainer_is_wrapped_and_trains_as_before(tmp_path: Path) -> No
     """Names that the trainer no longer has would fail here; losses are those of an unpaced run."""
     script = (
         "import sys; from benchmarks.side_by_side import pace; pace.install();"
-        "from disagmoe.train import main; sys.exit(main(sys.argv[1:]) or 0)"
+        "from disagmoe.train import main; code = main(sys.argv[1:]) or 0; print('paced:', pace._pacer is not None);"
+        "sys.exit(code)"
     )
     losses = []
     for name, speed in (("plain", {}), ("paced", {pace.SPEED: "0.8"})):
@@ -143,6 +144,7 @@ def test_the_whole_trainer_is_wrapped_and_trains_as_before(tmp_path: Path) -> No
             [sys.executable, "-c", script, *arguments], cwd=ROOT, env=_environment() | speed, capture_output=True
         )
         assert run.returncode == 0, run.stderr.decode()
+        assert f"paced: {bool(speed)}" in run.stdout.decode()
         losses.append([line.split('"loss": ')[1].split(",")[0] for line in _lines(tmp_path / name)])
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
