@@ -27,7 +27,7 @@ def gather_profile(resolved: ResolvedConfig, samples: CostSamples) -> Profile | 
     """The profile of a run, on rank 0; None elsewhere. Collective.
 
     A stage's time is the mean over micro-batches of its slowest worker, with what its compute thread needs to send and
-    to post receives: the busiest worker's sum is what a step can't undercut. A hop's is what one in ten micro-batches
+    to post receives: the busiest worker's sum is what a step can't undercut. A hop's is what one in four micro-batches
     does not exceed, of the worker that receives slowest: transfers that met others on the same card took longer, but
     the simulator lets transfers wait for each other itself.
     """
@@ -130,8 +130,8 @@ def _hops(gathered: Sequence[CostSamples], num_stages: int, factors: Mapping[int
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:
-    """The first decile."""
-    return sorted(seconds)[len(seconds) // 10]
+    """The first quartile."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _slowest(

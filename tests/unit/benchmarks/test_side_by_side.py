@@ -16,6 +16,8 @@ from disagmoe.config.checks import build_layout, check_config
 from disagmoe.simulator.profile import HopProfile, Profile, StageProfile
 
 COMPARED = ("paper_like", "long_sequence", "top_k_1", "top_k_2", "top_k_8", "two_level", "imbalanced")
+MORE = {"pipeline_only", "ep_equal_weights", "ep_equal_weights_dedup"}
+"""Of some presets, on top of the ratios that all have."""
 KEYS = {
     "ep_equal_experts",
     "ep_equal_experts_dedup",
@@ -38,7 +40,7 @@ def test_presets_are_accepted_by_the_trainer_and_use_every_worker(name: str) -> 
     overrides = configured(preset)
     ours = {OURS, *(table["against"] for table in preset.tables.values() if "against" in table)}
     assert {"ep_equal_experts", "ep_equal_experts_dedup"} <= overrides.keys() and ours <= set(preset.tables)
-    assert set(preset.tables) - ours - {"pipeline_only"} == KEYS
+    assert set(preset.tables) - ours - MORE == KEYS
     resolved = {system: resolve(own) for system, own in overrides.items()}
     for system, config in resolved.items():
         check_config(config)
@@ -51,7 +53,7 @@ def test_presets_are_accepted_by_the_trainer_and_use_every_worker(name: str) -> 
     assert grids == set(preset.grids)
     for grid in grids:
         candidates = list(preset.candidates(grid))
-        assert len(candidates) >= 4
+        assert len(candidates) >= 2
         rows = {bool(own.get("expert_parallel.deduplicate", False)) for own in candidates}
         assert rows == {grid.endswith("_dedup")}
         modes = {own["parallelism.mode"] for own in candidates}

@@ -40,8 +40,8 @@ def test_a_stage_that_was_never_run_takes_no_time() -> None:
 
 
 def test_a_hop_is_an_undisturbed_transfer_of_the_worker_that_receives_slowest() -> None:
-    """The first decile of 20 transfers is the third: those that met others do not count."""
-    quiet = [(100.0, seconds) for seconds in (0.1, 0.1, 0.2, *[5.0] * 17)]
+    """The first quartile of 20 transfers is the sixth: those that met others do not count."""
+    quiet = [(100.0, seconds) for seconds in (*[0.1] * 5, 0.2, *[5.0] * 14)]
     slower = [(300.0, 0.3)] * 20
     (hop,) = _hops([CostSamples(transfers={(0, False): quiet}), CostSamples(transfers={(0, False): slower})], 2, {})
     assert (hop.index, hop.forward_s, hop.forward_bytes) == (1, 0.3, 300.0)
