@@ -84,17 +84,17 @@ def _cell(result: Mapping[str, Any] | None) -> list[str]:
 
 
 def _costs(cells: Mapping[str, Any]) -> list[str]:
-    """CPU time of the cells on most nodes."""
+    """Time of the cells on most nodes."""
     known = {key: result for key, result in cells.items() if result}
     if not known:
         return []
     most = max(int(key.split("/")[2]) for key in known)
     largest = {key: r for key, r in known.items() if int(key.split("/")[2]) == most}
-    slowest = max(largest, key=lambda key: largest[key]["cpu_s"])
-    total = sum(r["cpu_s"] for r in known.values())
+    slowest = max(largest, key=lambda key: largest[key]["wall_s"])
+    total, slow_s = sum(r["wall_s"] for r in known.values()), largest[slowest]["wall_s"]
     return [
-        f"CPU time of our answer on {most} nodes: at most {largest[slowest]['cpu_s']:.0f} s ({slowest}); of all cells "
-        f"together {total:.0f} s.",
+        f"Time of our answer on {most} nodes, with 2 cores: at most {slow_s:.0f} s ({slowest}); of all "
+        f"cells together {total:.0f} s.",
         "",
     ]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 from disagmoe.allocator.candidates import all_tables, likeliest
 from disagmoe.allocator.evaluate import SCHEDULES, Outcome, Placed, Placement, placements, shortened, simulate_placed
+from disagmoe.allocator.forked import at_once
 from disagmoe.allocator.milp import Solution, solve
 from disagmoe.allocator.question import Candidate, Question
 from disagmoe.simulator.engine import no_garbage_collection
 
+_T = TypeVar("_T")
 Status = Literal["optimal", "feasible"]
 CUTOFF = 2.0
 """Candidates with a bound of up to so many times the least one are considered; where the best of these takes longer
@@ -27,6 +30,9 @@ ACTIONS = 120_000
 """Compute actions that are scheduled and simulated with fewer layers, and again with all, at most."""
 CHEAP = ACTIONS // 20
 """Of one candidate in one packing under all schedules: then none is left out but for its bound."""
+AT_ONCE = 2
+"""Candidates that are simulated side by side where that is dear, whatever the number of cores: answers must not depend
+on it."""
 UNEQUAL_EFFORT = 4
 """Orders for unequal depths are searched among more waves."""
 FINALISTS = 3
@@ -140,21 +146,11 @@ class _Search:
 
     def run(self, solution: Solution, placed: list[Placed], others_s: float) -> Answer:
         """The likeliest of `placed`; no other candidate has a step below `others_s`."""
-        effort, new = 0, 0
-        for trial in self._screened(placed):
-            p, full = trial.placed, (trial.names, trial.splits) == (self.names, self.splits)
-            if p.placement in self.complete or (p.candidate in self.best and not full):
-                continue
-            size = _effort(p, trial.names, trial.splits)
-            spent = ACTIONS if new >= FINALISTS else HEAVY if new else float("inf")
-            if p.bound_s >= self._shortest_s() or effort + size > spent:
-                continue
-            effort += size
-            new += 1
-            for split in trial.splits:
-                self._keep(simulate_placed(p, trial.names, split=split, in_flight=trial.in_flight))
-            if full:
-                self.complete.add(p.placement)
+        for trials in _pairs(self._wanted(self._screened(placed)), lambda t: _effort(t.placed, t.names, t.splits)):
+            calls = [partial(_simulated, trial, split) for trial in trials for split in trial.splits]
+            for outcome in at_once(calls) if len(trials) > 1 else (call() for call in calls):
+                self._keep(outcome)
+            self.complete |= {trial.placed.placement for trial in trials if self._is_full(trial)}
         if not self.best:
             raise NothingFits("no layout fits")
         if len(self.splits) > 1:
@@ -168,15 +164,35 @@ class _Search:
             ),
         )
 
+    def _is_full(self, trial: _Trial) -> bool:
+        return (trial.names, trial.splits) == (self.names, self.splits)
+
+    def _wanted(self, trials: Iterable[_Trial]) -> Iterator[_Trial]:
+        """Those that may still win, as long as there is time for them."""
+        effort, new = 0, 0
+        for trial in trials:
+            p = trial.placed
+            if p.placement in self.complete or (p.candidate in self.best and not self._is_full(trial)):
+                continue
+            size = _effort(p, trial.names, trial.splits)
+            spent = ACTIONS if new >= FINALISTS else HEAVY if new else float("inf")
+            if p.bound_s >= self._shortest_s() or effort + size > spent:
+                continue
+            effort += size
+            new += 1
+            yield trial
+
     def _split_best(self) -> None:
         """The best ones with a split backward too."""
         partly = sorted((o for o in self.best.values() if o.placed.placement not in self.complete), key=_order)
-        effort = 0
+        effort, calls = 0, []
         for whole in partly[:SPLIT]:
             effort += _effort(whole.placed, [whole.schedule])
             if not whole.split_backward and (whole is partly[0] or effort <= HEAVY):
                 limit = whole.in_flight or None
-                self._keep(simulate_placed(whole.placed, [whole.schedule], split=True, in_flight=limit))
+                calls.append(partial(simulate_placed, whole.placed, [whole.schedule], split=True, in_flight=limit))
+        for outcome in at_once(calls):
+            self._keep(outcome)
 
     def _shortest_s(self) -> float:
         return min((o.step_s for o in self.best.values()), default=float("inf"))
@@ -190,38 +206,74 @@ class _Search:
         """The likeliest candidates, each in its likeliest packing, by what simulating fewer layers says of their step,
         shortest first; where simulating is cheap, all of them in all packings under all schedules, by their
         estimates."""
-        names, splits = self.names, self.splits
         trials: list[_Trial] = []
-        effort, shortest = 0, float("inf")
+        estimates: list[float] = []
+        for chosen in _pairs(self._to_screen(placed, trials, estimates), lambda both: _effort(both[1], self.names[:1])):
+            missing = [(p, part) for p, part in chosen if p.placement not in self.parts]
+            outcomes = at_once([partial(simulate_placed, part, self.names, first=True) for _, part in missing])
+            self.parts |= zip((p.placement for p, _ in missing), outcomes, strict=True)
+            for p, part in chosen:
+                outcome = self.parts[p.placement]
+                if outcome is not None:
+                    estimates.append(p.bound_s * max(1.0, outcome.step_s / part.bound_s))
+                    names, limit = [outcome.schedule], outcome.in_flight or None
+                    trials.append(self._trial(p, estimates[-1], names, self.splits[:1], limit))
+        return sorted(trials, key=lambda trial: (trial.estimate_s, trial.placed.candidate))
+
+    def _to_screen(
+        self, placed: Sequence[Placed], trials: list[_Trial], estimates: Sequence[float]
+    ) -> Iterator[tuple[Placed, Placed]]:
+        """Candidates worth simulating with fewer layers, as long as there is time for it, and what is left of them
+        then. Others become `trials` as they are: where simulating is cheap, and where no layer can be left out."""
+        effort = count = 0
         kinds: Counter[tuple[int, int, int]] = Counter()
         seen: set[Candidate] = set()
         for p in placed:
-            if _effort(p, names, splits) <= CHEAP:
-                trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, splits=splits))
+            if _effort(p, self.names, self.splits) <= CHEAP:
+                trials.append(self._trial(p, p.estimate_s, self.names, self.splits))
+                count += 1
                 continue
             kind = (p.candidate.attn_depth, p.candidate.ffn_depth, p.candidate.replicas)
-            if p.bound_s >= shortest or len(trials) >= SCREENED or kinds[kind] >= ALIKE or p.candidate in seen:
+            hopeless = p.bound_s >= min(estimates, default=float("inf"))
+            if hopeless or count >= SCREENED or kinds[kind] >= ALIKE or p.candidate in seen:
                 continue
             kinds[kind] += 1
             seen.add(p.candidate)
             part = shortened(p, rounds=max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth)))
             if part is None:
-                trials.append(_Trial(estimate_s=p.estimate_s, placed=p, names=names, splits=splits[:1]))
-                continue
-            if trials and effort + _effort(part, names[:1]) > ACTIONS:
-                break
-            effort += _effort(part, names[:1])
-            if p.placement not in self.parts:
-                self.parts[p.placement] = simulate_placed(part, names, first=True)
-            outcome = self.parts[p.placement]
-            if outcome is not None:
-                estimate = p.bound_s * max(1.0, outcome.step_s / part.bound_s)
-                shortest = min(shortest, estimate)
-                limit = outcome.in_flight or None
-                trials.append(
-                    _Trial(estimate_s=estimate, placed=p, names=[outcome.schedule], splits=splits[:1], in_flight=limit)
-                )
-        return sorted(trials, key=lambda trial: (trial.estimate_s, trial.placed.candidate))
+                trials.append(self._trial(p, p.estimate_s, self.names, self.splits[:1]))
+            else:
+                size = _effort(part, self.names[:1])
+                if count and effort + size > ACTIONS:
+                    return
+                effort += size
+                yield p, part
+            count += 1
+
+    @staticmethod
+    def _trial(
+        placed: Placed, estimate_s: float, names: list[str], splits: list[bool], in_flight: int | None = None
+    ) -> _Trial:
+        return _Trial(estimate_s=estimate_s, placed=placed, names=names, splits=splits, in_flight=in_flight)
+
+
+def _simulated(trial: _Trial, split: bool) -> Outcome | None:
+    return simulate_placed(trial.placed, trial.names, split=split, in_flight=trial.in_flight)
+
+
+def _pairs(items: Iterator[_T], effort: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Dear items `AT_ONCE` together, cheap ones alone: what one says may spare the next."""
+    dear: list[_T] = []
+    for item in items:
+        if effort(item) <= CHEAP:
+            yield [item]
+            continue
+        dear.append(item)
+        if len(dear) == AT_ONCE:
+            yield dear
+            dear = []
+    if dear:
+        yield dear
 
 
 def _variants(question: Question) -> tuple[list[str], list[bool]]:
