@@ -319,9 +319,10 @@ def _simulate(placed: Placed, name: str, split: bool, in_flight: int) -> Outcome
 
 
 def _request(placed: Placed, name: str, split: bool, in_flight: int, *, few: bool = False) -> OrderRequest:
-    """few: of a long order with fewer micro-batches, enough of them that activations reach their peaks."""
+    """few: of a long order the usual one of fewer micro-batches, enough of them that activations reach their peaks."""
     count = placed.candidate.microbatches
-    if few and 2 * len(placed.group_of_stage) * count > LONG:
+    few = few and 2 * len(placed.group_of_stage) * count > LONG
+    if few:
         turn = ROUND_FACTOR[name] * placed.roofline.layout.num_groups
         count = min(count, FEW_ROUNDS * (min(turn, in_flight) if in_flight else turn))
     return OrderRequest(
@@ -332,6 +333,7 @@ def _request(placed: Placed, name: str, split: bool, in_flight: int, *, few: boo
         split=split,
         num_microbatches=count,
         in_flight=in_flight,
+        usual=few,
     )
 
 

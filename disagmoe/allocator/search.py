@@ -94,30 +94,11 @@ def _allocate(question: Question) -> Answer:
         raise NothingFits("no layout fits")
     cutoff_s = solution.step_s * CUTOFF
     search = _Search(question)
-    answer = search.run(solution, *_placed(question, cutoff_s))
+    answer = search.run(solution, cutoff_s)
     if answer.best.step_s > cutoff_s:
         # The bound leaves out what is large here, such as the sum of gradients over slow links.
-        answer = search.run(solution, *_placed(question, answer.best.step_s))
+        answer = search.run(solution, answer.best.step_s)
     return answer
-
-
-def _placed(question: Question, likely_s: float) -> tuple[list[Placed], float]:
-    """The likeliest candidates in all packings, with costs, likeliest first, with bounds up to `likely_s`, or all if
-    none of these fits; and the least bound of all others, as far as they were looked at."""
-    for cutoff_s in (likely_s, float("inf")):
-        ranked, others_s = likeliest(all_tables(question), cutoff_s, MAX_PLACED)
-        found = []
-        for r in ranked:
-            fitting = sorted((p for p in placements(question, r.candidate) if p.fits), key=lambda p: p.estimate_s)
-            # Where simulating is dear, another packing of a candidate is not tried.
-            kept = len(fitting) if fitting and _effort(fitting[0], *_variants(question)) <= CHEAP else 1
-            others_s = min([others_s, *(p.bound_s for p in fitting[kept:])])
-            found += fitting[:kept]
-        if found:
-            break
-    else:
-        raise NothingFits("no layout fits")
-    return sorted(found, key=lambda p: (p.estimate_s, p.candidate)), others_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +122,30 @@ class _Search:
         """Of each simulated candidate the fastest outcome."""
         self.complete: set[Placement] = set()
         """Simulated under all schedules."""
+        self.tried_split: set[Placement] = set()
+        """Simulated with a split backward too."""
         self.parts: dict[Placement, Outcome | None] = {}
         """What simulating fewer layers said."""
+        self.shorter: dict[Placement, Placed | None] = {}
+        """With fewer layers."""
+        self.fitting: dict[Candidate, list[Placed]] = {}
+        """Of each candidate that was looked at its packings, likeliest first."""
 
-    def run(self, solution: Solution, placed: list[Placed], others_s: float) -> Answer:
-        """The likeliest of `placed`; no other candidate has a step below `others_s`."""
+    def run(self, solution: Solution, likely_s: float) -> Answer:
+        """The likeliest of the candidates with bounds up to `likely_s`, or of all if none of these fits."""
+        placed, others_s = self._placed(likely_s)
         for trials in _pairs(self._wanted(self._screened(placed)), lambda t: _effort(t.placed, t.names, t.splits)):
-            calls = [partial(_simulated, trial, split) for trial in trials for split in trial.splits]
-            for outcome in at_once(calls) if len(trials) > 1 else (call() for call in calls):
+            dear = _effort(trials[0].placed, trials[0].names, trials[0].splits) > CHEAP
+            # A dear trial without company has a split backward tried at once, which the best ones get in the end.
+            alone = dear and len(trials) == 1 and not self.best
+            calls = [
+                partial(_simulated, trial, split)
+                for trial in trials
+                for split in (self.splits if alone else trial.splits)
+            ]
+            for outcome in at_once(calls) if dear else (call() for call in calls):
                 self._keep(outcome)
+            self.tried_split |= {trial.placed.placement for trial in trials if alone}
             self.complete |= {trial.placed.placement for trial in trials if self._is_full(trial)}
         if not self.best:
             raise NothingFits("no layout fits")
@@ -163,6 +159,39 @@ class _Search:
                 [max(others_s, solution.bound_s), *(p.bound_s for p in placed if p.placement not in self.complete)]
             ),
         )
+
+    def _placed(self, likely_s: float) -> tuple[list[Placed], float]:
+        """The likeliest candidates in all packings, with costs, likeliest first; and the least bound of all others, as
+        far as they were looked at."""
+        for cutoff_s in (likely_s, float("inf")):
+            ranked, others_s = likeliest(all_tables(self.question), cutoff_s, MAX_PLACED)
+            self._pack([r.candidate for r in ranked])
+            found = []
+            for r in ranked:
+                fitting = self.fitting[r.candidate]
+                # Where simulating is dear, another packing of a candidate is not tried.
+                kept = 1 if self._is_dear(fitting) else len(fitting)
+                others_s = min([others_s, *(p.bound_s for p in fitting[kept:])])
+                found += fitting[:kept]
+            if found:
+                break
+        else:
+            raise NothingFits("no layout fits")
+        return sorted(found, key=lambda p: (p.estimate_s, p.candidate)), others_s
+
+    def _pack(self, candidates: Sequence[Candidate]) -> None:
+        """Work out packings and costs of those that are new."""
+        new = [c for c in candidates if c not in self.fitting]
+        first = new[:1]
+        self.fitting |= zip(first, _fitting(self.question, first), strict=True)
+        rest = new[1:]
+        parts = AT_ONCE if first and self._is_dear(self.fitting[first[0]]) else 1
+        calls = [partial(_fitting, self.question, rest[i::parts]) for i in range(parts)]
+        for i, lists in enumerate(at_once(calls)):
+            self.fitting |= zip(rest[i::parts], lists, strict=True)
+
+    def _is_dear(self, fitting: Sequence[Placed]) -> bool:
+        return bool(fitting) and _effort(fitting[0], self.names, self.splits) > CHEAP
 
     def _is_full(self, trial: _Trial) -> bool:
         return (trial.names, trial.splits) == (self.names, self.splits)
@@ -188,7 +217,8 @@ class _Search:
         effort, calls = 0, []
         for whole in partly[:SPLIT]:
             effort += _effort(whole.placed, [whole.schedule])
-            if not whole.split_backward and (whole is partly[0] or effort <= HEAVY):
+            split = whole.split_backward or whole.placed.placement in self.tried_split
+            if not split and (whole is partly[0] or effort <= HEAVY):
                 limit = whole.in_flight or None
                 calls.append(partial(simulate_placed, whole.placed, [whole.schedule], split=True, in_flight=limit))
         for outcome in at_once(calls):
@@ -239,7 +269,10 @@ class _Search:
                 continue
             kinds[kind] += 1
             seen.add(p.candidate)
-            part = shortened(p, rounds=max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth)))
+            if p.placement not in self.shorter:
+                rounds = max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth))
+                self.shorter[p.placement] = shortened(p, rounds)
+            part = self.shorter[p.placement]
             if part is None:
                 trials.append(self._trial(p, p.estimate_s, self.names, self.splits[:1]))
             else:
@@ -255,6 +288,13 @@ class _Search:
         placed: Placed, estimate_s: float, names: list[str], splits: list[bool], in_flight: int | None = None
     ) -> _Trial:
         return _Trial(estimate_s=estimate_s, placed=placed, names=names, splits=splits, in_flight=in_flight)
+
+
+def _fitting(question: Question, candidates: Sequence[Candidate]) -> list[list[Placed]]:
+    """By candidate, the packings with room for it, likeliest first."""
+    return [
+        sorted((p for p in placements(question, c) if p.fits), key=lambda placed: placed.estimate_s) for c in candidates
+    ]
 
 
 def _simulated(trial: _Trial, split: bool) -> Outcome | None:

@@ -49,17 +49,20 @@ def ring_order(
     name: str,
     num_microbatches: int,
     in_flight: int = 0,
+    usual: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
     """By group, its forwards and full backwards in the order of `plain` or `deep`.
 
     in_flight: most micro-batches between first forward and last backward; 0: as many as the schedule likes. Rounds
         are cut to fit, so that any number >= 1 completes.
+    usual: take the first wave and try no other: a sixth of the work, for a look at memory.
     """
+    waves = list(candidate_waves(layout, name=name, num_microbatches=num_microbatches, in_flight=in_flight))
     return best_order(
         layout,
         stages,
         group_of_stage,
-        list(candidate_waves(layout, name=name, num_microbatches=num_microbatches, in_flight=in_flight)),
+        waves[:1] if usual else waves,
         name=name,
         in_flight=in_flight or num_microbatches,
     )

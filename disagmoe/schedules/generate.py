@@ -83,11 +83,17 @@ def make_schedule(
 
 
 def make_order(
-    layout: Layout, is_moe_layer: Sequence[bool], *, name: str, num_microbatches: int, in_flight: int = 0
+    layout: Layout,
+    is_moe_layer: Sequence[bool],
+    *,
+    name: str,
+    num_microbatches: int,
+    in_flight: int = 0,
+    usual: bool = False,
 ) -> Compute:
     """By group, the compute actions of *plain* or *deep* with whole backwards: what decides activations. Arguments as
-    of `make_schedule`."""
-    return _Frame(layout, is_moe_layer, num_microbatches, in_flight).ring_order(name, in_flight)
+    of `make_schedule`; usual: see `af_pipe.ring_order`."""
+    return _Frame(layout, is_moe_layer, num_microbatches, in_flight).ring_order(name, in_flight, usual=usual)
 
 
 def split_order(
@@ -193,7 +199,7 @@ class _Frame:
     def assumed_costs(self) -> StageTimes:
         return assumed_stage_times(self.layout, self.stages)
 
-    def ring_order(self, name: str, in_flight: int) -> Compute:
+    def ring_order(self, name: str, in_flight: int, *, usual: bool = False) -> Compute:
         return ring_order(
             self.layout,
             self.stages,
@@ -201,6 +207,7 @@ class _Frame:
             name=name,
             num_microbatches=self.num_microbatches,
             in_flight=in_flight,
+            usual=usual,
         )
 
     def split(self, compute: Compute, costs: StageTimes) -> Compute:

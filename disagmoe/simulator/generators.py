@@ -68,6 +68,8 @@ class OrderRequest:
     split: bool
     num_microbatches: int
     in_flight: int = 0
+    usual: bool = False
+    """Without looking for a faster wave than the usual one."""
 
 
 def af_order(request: OrderRequest) -> tuple[tuple[Action, ...], ...]:
@@ -88,6 +90,7 @@ class _Essence(NamedTuple):
     order: str
     num_microbatches: int
     in_flight: int
+    usual: bool
     costs: StageCosts | None
     """Where the backward is split; None: it is not."""
 
@@ -99,6 +102,7 @@ def _essence(request: OrderRequest) -> _Essence:
         request.order,
         request.num_microbatches,
         request.in_flight,
+        request.usual,
         request.costs if request.split else None,
     )
 
@@ -137,7 +141,7 @@ def _make(
 def _order(of: _Essence) -> tuple[tuple[Action, ...], ...]:
     size = {"num_microbatches": of.num_microbatches, "in_flight": of.in_flight}
     if of.costs is None:
-        return make_order(of.layout, of.is_moe_layer, name=of.order, **size)
+        return make_order(of.layout, of.is_moe_layer, name=of.order, usual=of.usual, **size)
     whole = _order(of._replace(costs=None))
     return split_order(whole, of.layout, of.is_moe_layer, costs=of.costs, **size)
 
