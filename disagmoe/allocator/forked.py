@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-def at_once(calls: Sequence[Callable[[], _T]]) -> list[_T]:
+def at_once(calls: Sequence[Callable[[], _T]], *, fork: bool = True) -> list[_T]:
     """What each call returns, in order. All but the first run in forked processes, where a core is left for them.
+
+    fork: False: one after the other, for calls that need much memory.
 
     For pure functions: what a call changes elsewhere, such as caches, is lost. Results travel by pickle.
 
@@ -22,7 +24,7 @@ def at_once(calls: Sequence[Callable[[], _T]]) -> list[_T]:
         What a call raises; of several, the first one's.
         RuntimeError: a process ended without an answer.
     """
-    free = _cores() - 1
+    free = _cores() - 1 if fork else 0
     if len(calls) < 2 or not free:
         return [call() for call in calls]
     helped = calls[1 : 1 + free]

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
-from disagmoe.allocator.candidates import all_tables, likeliest
+from disagmoe.allocator.candidates import LARGE, all_tables, likeliest
 from disagmoe.allocator.evaluate import SCHEDULES, Outcome, Placed, Placement, placements, shortened, simulate_placed
 from disagmoe.allocator.forked import at_once
 from disagmoe.allocator.milp import Solution, solve
@@ -124,12 +124,10 @@ class _Search:
         """Simulated under all schedules."""
         self.tried_split: set[Placement] = set()
         """Simulated with a split backward too."""
-        self.parts: dict[Placement, Outcome | None] = {}
-        """What simulating fewer layers said."""
-        self.shorter: dict[Placement, Placed | None] = {}
-        """With fewer layers."""
-        self.fitting: dict[Candidate, list[Placed]] = {}
-        """Of each candidate that was looked at its packings, likeliest first."""
+        self.looks: dict[Placement, _Look | None] = {}
+        """What simulating fewer layers said; None: there are no fewer."""
+        self.fitting: dict[Candidate, tuple[list[Placed], float]] = {}
+        """Of each candidate that was looked at the packings to try, likeliest first, and the least bound of others."""
 
     def run(self, solution: Solution, likely_s: float) -> Answer:
         """The likeliest of the candidates with bounds up to `likely_s`, or of all if none of these fits."""
@@ -143,7 +141,7 @@ class _Search:
                 for trial in trials
                 for split in (self.splits if alone else trial.splits)
             ]
-            for outcome in at_once(calls) if dear else (call() for call in calls):
+            for outcome in self._at_once(calls) if dear else (call() for call in calls):
                 self._keep(outcome)
             self.tried_split |= {trial.placed.placement for trial in trials if alone}
             self.complete |= {trial.placed.placement for trial in trials if self._is_full(trial)}
@@ -160,6 +158,10 @@ class _Search:
             ),
         )
 
+    def _at_once(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+        """Orders of thousands of GPUs take hundreds of megabytes: there, one after the other."""
+        return at_once(calls, fork=self.question.job.cluster.num_gpus <= LARGE)
+
     def _placed(self, likely_s: float) -> tuple[list[Placed], float]:
         """The likeliest candidates in all packings, with costs, likeliest first; and the least bound of all others, as
         far as they were looked at."""
@@ -168,11 +170,9 @@ class _Search:
             self._pack([r.candidate for r in ranked])
             found = []
             for r in ranked:
-                fitting = self.fitting[r.candidate]
-                # Where simulating is dear, another packing of a candidate is not tried.
-                kept = 1 if self._is_dear(fitting) else len(fitting)
-                others_s = min([others_s, *(p.bound_s for p in fitting[kept:])])
-                found += fitting[:kept]
+                fitting, bound_s = self.fitting[r.candidate]
+                others_s = min(others_s, bound_s)
+                found += fitting
             if found:
                 break
         else:
@@ -182,16 +182,13 @@ class _Search:
     def _pack(self, candidates: Sequence[Candidate]) -> None:
         """Work out packings and costs of those that are new."""
         new = [c for c in candidates if c not in self.fitting]
-        first = new[:1]
-        self.fitting |= zip(first, _fitting(self.question, first), strict=True)
-        rest = new[1:]
-        parts = AT_ONCE if first and self._is_dear(self.fitting[first[0]]) else 1
-        calls = [partial(_fitting, self.question, rest[i::parts]) for i in range(parts)]
-        for i, lists in enumerate(at_once(calls)):
-            self.fitting |= zip(rest[i::parts], lists, strict=True)
-
-    def _is_dear(self, fitting: Sequence[Placed]) -> bool:
-        return bool(fitting) and _effort(fitting[0], self.names, self.splits) > CHEAP
+        first, rest = new[:1], new[1:]
+        pack = partial(_fitting, self.question, self.names, self.splits)
+        self.fitting |= zip(first, pack(first), strict=True)
+        dear = any(_effort(p, self.names, self.splits) > CHEAP for c in first for p in self.fitting[c][0])
+        lots = [rest[i::AT_ONCE] for i in range(AT_ONCE)] if dear else [rest]
+        for lot, fitting in zip(lots, self._at_once([partial(pack, lot) for lot in lots]), strict=True):
+            self.fitting |= zip(lot, fitting, strict=True)
 
     def _is_full(self, trial: _Trial) -> bool:
         return (trial.names, trial.splits) == (self.names, self.splits)
@@ -221,7 +218,7 @@ class _Search:
             if not split and (whole is partly[0] or effort <= HEAVY):
                 limit = whole.in_flight or None
                 calls.append(partial(simulate_placed, whole.placed, [whole.schedule], split=True, in_flight=limit))
-        for outcome in at_once(calls):
+        for outcome in self._at_once(calls):
             self._keep(outcome)
 
     def _shortest_s(self) -> float:
@@ -238,23 +235,23 @@ class _Search:
         estimates."""
         trials: list[_Trial] = []
         estimates: list[float] = []
-        for chosen in _pairs(self._to_screen(placed, trials, estimates), lambda both: _effort(both[1], self.names[:1])):
-            missing = [(p, part) for p, part in chosen if p.placement not in self.parts]
-            outcomes = at_once([partial(simulate_placed, part, self.names, first=True) for _, part in missing])
-            self.parts |= zip((p.placement for p, _ in missing), outcomes, strict=True)
-            for p, part in chosen:
-                outcome = self.parts[p.placement]
-                if outcome is not None:
-                    estimates.append(p.bound_s * max(1.0, outcome.step_s / part.bound_s))
-                    names, limit = [outcome.schedule], outcome.in_flight or None
-                    trials.append(self._trial(p, estimates[-1], names, self.splits[:1], limit))
+        for chosen in _pairs(self._to_screen(placed, trials, estimates), lambda of: of[2]):
+            missing = [(p, part) for p, part, _ in chosen if part is not None]
+            looks = self._at_once([partial(_look, part, self.names) for _, part in missing])
+            self.looks |= zip((p.placement for p, _ in missing), looks, strict=True)
+            for p, _, _ in chosen:
+                look = self.looks[p.placement]
+                if look is not None and look.schedule:
+                    estimates.append(p.bound_s * look.factor)
+                    trials.append(self._trial(p, estimates[-1], [look.schedule], self.splits[:1], look.in_flight))
         return sorted(trials, key=lambda trial: (trial.estimate_s, trial.placed.candidate))
 
     def _to_screen(
         self, placed: Sequence[Placed], trials: list[_Trial], estimates: Sequence[float]
-    ) -> Iterator[tuple[Placed, Placed]]:
-        """Candidates worth simulating with fewer layers, as long as there is time for it, and what is left of them
-        then. Others become `trials` as they are: where simulating is cheap, and where no layer can be left out."""
+    ) -> Iterator[tuple[Placed, Placed | None, int]]:
+        """Candidates worth simulating with fewer layers, as long as there is time for it; what is left of them then,
+        None where that has been simulated; and the effort. Others become `trials` as they are: where simulating is
+        cheap, and where no layer can be left out."""
         effort = count = 0
         kinds: Counter[tuple[int, int, int]] = Counter()
         seen: set[Candidate] = set()
@@ -269,18 +266,19 @@ class _Search:
                 continue
             kinds[kind] += 1
             seen.add(p.candidate)
-            if p.placement not in self.shorter:
-                rounds = max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth))
-                self.shorter[p.placement] = shortened(p, rounds)
-            part = self.shorter[p.placement]
-            if part is None:
+            look, part = self.looks.get(p.placement), None
+            if p.placement not in self.looks:
+                part = shortened(p, rounds=max(1, SHORT // max(p.candidate.attn_depth, p.candidate.ffn_depth)))
+                self.looks[p.placement] = None
+            if look is None and part is None:
                 trials.append(self._trial(p, p.estimate_s, self.names, self.splits[:1]))
             else:
-                size = _effort(part, self.names[:1])
+                size = look.effort if look else _effort(part or p, self.names[:1])
                 if count and effort + size > ACTIONS:
+                    del self.looks[p.placement]
                     return
                 effort += size
-                yield p, part
+                yield p, part, size
             count += 1
 
     @staticmethod
@@ -290,11 +288,35 @@ class _Search:
         return _Trial(estimate_s=estimate_s, placed=placed, names=names, splits=splits, in_flight=in_flight)
 
 
-def _fitting(question: Question, candidates: Sequence[Candidate]) -> list[list[Placed]]:
-    """By candidate, the packings with room for it, likeliest first."""
-    return [
-        sorted((p for p in placements(question, c) if p.fits), key=lambda placed: placed.estimate_s) for c in candidates
-    ]
+class _Look(NamedTuple):
+    """What simulating fewer layers said."""
+
+    effort: int
+    factor: float
+    """Simulated step over bound."""
+    schedule: str
+    """The first that fits; empty: none does."""
+    in_flight: int | None
+
+
+def _look(part: Placed, names: Sequence[str]) -> _Look:
+    outcome, effort = simulate_placed(part, names, first=True), _effort(part, names[:1])
+    if outcome is None:
+        return _Look(effort, 1.0, "", None)
+    return _Look(effort, max(1.0, outcome.step_s / part.bound_s), outcome.schedule, outcome.in_flight or None)
+
+
+def _fitting(
+    question: Question, names: Sequence[str], splits: Sequence[bool], candidates: Sequence[Candidate]
+) -> list[tuple[list[Placed], float]]:
+    """By candidate, the packings to try of those with room for it, likeliest first, and the least bound of others."""
+    found = []
+    for candidate in candidates:
+        fitting = sorted((p for p in placements(question, candidate) if p.fits), key=lambda placed: placed.estimate_s)
+        # Where simulating is dear, another packing of a candidate is not tried.
+        kept = 1 if fitting and _effort(fitting[0], names, splits) > CHEAP else len(fitting)
+        found.append((fitting[:kept], min((p.bound_s for p in fitting[kept:]), default=float("inf"))))
+    return found
 
 
 def _simulated(trial: _Trial, split: bool) -> Outcome | None:
