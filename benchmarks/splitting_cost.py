@@ -2,9 +2,9 @@
 
     python -m benchmarks.splitting_cost [--rounds N] [--json FILE]
 
-Both train the recipe's `bench` flavor on the same batches with the same micro-batches, each on one core and with one
-thread. In every round both are launched, the first one in turn; a launch's step is the median of its steps after the
-first two. Printed are medians over rounds and the median, smallest and largest of the rounds' ratios.
+Both train the recipe's `bench` flavor on the same batches with the same micro-batches, one compute thread each. In
+every round both are launched, the first one in turn; a launch's step is the median of its steps after the first two.
+Printed are medians over rounds and the median, smallest and largest of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ SHARED = {
     "training.seq_len": 256,
     "training.global_batch_size": MICROBATCHES,
     "training.steps": 8,
+    "disagmoe.microbatches": MICROBATCHES,
     "metrics.timeline_step": 0,
     "metrics.tensorboard": "false",
 }
@@ -38,7 +39,6 @@ COLOCATED = {
     "disagmoe.colocate": "true",
     "disagmoe.attn_workers": 1,
     "disagmoe.ffn_workers": 1,
-    "disagmoe.microbatches": MICROBATCHES,
 }
 SYSTEMS = {"unsplit": {"parallelism.mode": "none"}, "colocated": COLOCATED}
 

@@ -35,7 +35,7 @@ class ClusterSpec:
     worker that sends then computes less. Devices with NCCL or DMA hardly pay for transfers. Threads that exist when
     quotas begin are left out. Needs cgroups version 1."""
     burst_bytes: int = 0
-    """What a card that has been quiet may send at once, beyond its rate; 0: 2 ms at its rate, at least 16 KiB."""
+    """What a card that has been quiet may send at once, beyond its rate; 0: 2 ms at its rate, at least 72 kB."""
     queue_s: float = 2.0
     """Longest that a packet waits in a card's queue before it is dropped. Long, since networks of GPUs drop nothing:
     with queues of 50 ms many workers that sent to one lost packets and with them a tenth of their step."""
