@@ -60,7 +60,8 @@ class DisagMoEConfig:
     microbatches: Count = 8
     """Micro-batches a replica's share of the global batch is cut into."""
     in_flight: CountOrZero = 0
-    """Most micro-batches between their first forward and their last backward; 0: what the schedule wants."""
+    """Most micro-batches between their first forward and their last backward; 0: what the schedule wants, and one
+    with `colocate`, where more would only take memory."""
     hoist: CountOrZero = 8
     """A receive is posted up to this many compute actions before the action that needs it."""
     send_after: Annotated[int, Ge(0), Le(1)] = 0
@@ -99,7 +100,8 @@ class DisagMoEConfig:
         return {
             "name": self.schedule,
             "num_microbatches": self.microbatches,
-            "in_flight": self.in_flight,
+            # In one process there is no transfer that another micro-batch could hide.
+            "in_flight": self.in_flight or int(self.colocate),
             "hoist": self.hoist,
             "send_after": self.send_after,
             "split_backward": self.split_backward,

@@ -164,6 +164,11 @@ class ExpertHalf(Module):
         row_Q = pair_row_Q.index_select(0, order_Q)
         out_QD = self.moe.routed_experts.inner_experts(normed_RD.index_select(0, row_Q), counts_E)
         out_QD = out_QD.float() * weights_Q.index_select(0, order_Q).unsqueeze(1)
+        if primary_P.numel() == rows_RD.shape[0]:  # the only F-worker: each row is primary, and they are in order
+            own_RD = rows_RD.float()
+            if self.moe.shared_experts is not None:
+                own_RD = own_RD + self.moe.shared_experts(normed_RD).float()
+            return _add_rows(own_RD, row_Q, out_QD).to(rows_RD.dtype)
         own_PD = rows_RD.index_select(0, primary_P).float()
         if self.moe.shared_experts is not None:
             own_PD = own_PD + self.moe.shared_experts(normed_RD.index_select(0, primary_P)).float()
@@ -205,7 +210,7 @@ class ExpertPart(nn.Module):
             weights_Q: float32, differentiable.
             pair_row_Q: int, index into the rows.
             pair_expert_Q: int, *local* expert id (0 is `experts.start`).
-            primary_P: int, indices of the rows that are their token's primary row, each at most once.
+            primary_P: int, indices of the rows that are their token's primary row, ascending.
 
         Returns: [R, D] in the rows' dtype. Rows, weights and every parameter get a gradient, zeros where nothing came.
         """

@@ -23,8 +23,16 @@ from disagmoe.parallelisms.failures import Monitor
 from disagmoe.parallelisms.gradients import GradientSync, SyncGroup
 from disagmoe.parallelisms.mesh import EdgeKey, Meshes, hop_edge
 from disagmoe.parallelisms.runtime import AFPipeRuntime, LossFunction
-from disagmoe.parallelisms.stage import DisagStage, RouterState, RouterStats, StageLinks, WeightGradientsLike
+from disagmoe.parallelisms.stage import (
+    AnyChannel,
+    DisagStage,
+    RouterState,
+    RouterStats,
+    StageLinks,
+    WeightGradientsLike,
+)
 from disagmoe.parallelisms.transfer.channel import Channel, ChannelContext
+from disagmoe.parallelisms.transfer.in_process import InProcessChannel
 from disagmoe.parallelisms.transfer.wire import BufferPool, Counts, MessageKind, WireFormat
 from disagmoe.schedules.actions import Kind, Schedule
 
@@ -147,7 +155,7 @@ def apply_disagmoe(
         # Only over gloo, and not where it stands in for NCCL: that takes messages of exactly the posted size.
         slice_tokens=slice_tokens if device.type == "cpu" and not comm.strict_order else None,
     )
-    channels: dict[EdgeKey, Channel] = {}
+    channels: dict[EdgeKey, AnyChannel] = {}
     workers = layout.workers_on(meshes.rank)
     homes = [
         (spec, worker)
@@ -231,22 +239,25 @@ def _links(
     worker: Worker,
     meshes: Meshes,
     context: ChannelContext,
-    channels: dict[EdgeKey, Channel],
+    channels: dict[EdgeKey, AnyChannel],
 ) -> StageLinks:
     """The channels of a stage's input and output hop in both passes; one object an edge and pass on this process."""
 
-    def channel(hop: int, backward: bool) -> Channel | None:
+    def channel(hop: int, backward: bool) -> AnyChannel | None:
         if not 0 <= hop < len(stages) - 1:
             return None
         key = hop_edge(stages, hop, backward=backward)
         if key not in channels:
-            channels[key] = Channel(
-                name=key.name,
-                kind=_KIND_OF_EDGE[key.edge.value, backward],
-                backward=backward,
-                groups=meshes.channel_groups(key, worker),
-                context=context,
-            )
+            what: dict[str, Any] = {
+                "name": key.name,
+                "kind": _KIND_OF_EDGE[key.edge.value, backward],
+                "backward": backward,
+                "context": context,
+            }
+            if meshes.layout.colocate:
+                channels[key] = InProcessChannel(**what)
+            else:
+                channels[key] = Channel(groups=meshes.channel_groups(key, worker), **what)
         return channels[key]
 
     before, after = spec.index - 1, spec.index

@@ -81,8 +81,6 @@ class Meshes:
         """Groups and far-end ranks of an edge, seen from `worker`."""
         far_role, far_group = (Role.FFN, key.ffn_group) if worker.role is Role.ATTN else (Role.ATTN, key.attn_group)
         peers = self.layout.group_ranks(far_role, far_group, worker.replica)
-        if self.layout.colocate:
-            return ChannelGroups(payload=None, counts=None, peers=peers)
         payload, counts = self.edges[key]
         return ChannelGroups(payload=payload, counts=counts, peers=peers)
 

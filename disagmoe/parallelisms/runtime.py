@@ -16,6 +16,8 @@ from disagmoe.schedules.actions import Action, Kind, Schedule
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(logits [B, L, V], labels [B, L]) -> sum of the losses of the valid tokens."""
 
+_Line = tuple[Action, DisagStage, str, str, str, tuple[str, int]]
+
 _TORCH_KIND = {kind: getattr(_ComputationType, kind.name) for kind in Kind}
 
 
@@ -41,7 +43,8 @@ class AFPipeRuntime(_PipelineScheduleRuntime):
         super().__init__(list(stages), schedule.num_microbatches, loss_fn=loss_fn, scale_grads=False)
         self._stage_of = {stage.stage_index: stage for stage in stages}
         self._schedule, self._clock, self._monitor = schedule, clock, monitor
-        self._program = schedule.programs[self.rank]
+        # Made once: a step of small actions would spend per cents of its time on these texts.
+        self._lines = [self._line(action) for action in schedule.programs[self.rank]]
         self.pipeline_order_with_comms = {
             group: [_Action(a.stage, _TORCH_KIND[a.kind], a.microbatch) for a in program]
             for group, program in enumerate(schedule.programs)
@@ -88,24 +91,28 @@ class AFPipeRuntime(_PipelineScheduleRuntime):
     ) -> None:
         self._inputs, self._loss_scale = inputs, loss_scale
         self._losses = {}
-        for action in self._program:
-            stage = self._stage_of[action.stage]
-            what = f"{action.kind.name} of {stage.spec} (stage {action.stage}), micro-batch {action.microbatch}"
+        for action, stage, what, category, name, sample in self._lines:
             self._monitor.status.write(f"step {step}, {what}")
             self._monitor.check()
             if self.before_action is not None:
                 self.before_action(action)
-            if action.kind.is_compute:
-                category = "compute"
-            elif action.kind in (Kind.SEND_F, Kind.SEND_B):
-                category = "send"
-            else:
-                category = "post receive"
-            with self._clock.span(category, str(action), (action.kind.name, action.stage)):
+            with self._clock.span(category, name, sample):
                 self._run[action.kind](stage, action.microbatch)
             if self._on_cuda:
                 for channel in self._channels:
                     channel.progress()
+
+    def _line(self, action: Action) -> _Line:
+        """An action with its stage, its status, and its category, name and sample on the clock."""
+        stage = self._stage_of[action.stage]
+        what = f"{action.kind.name} of {stage.spec} (stage {action.stage}), micro-batch {action.microbatch}"
+        if action.kind.is_compute:
+            category = "compute"
+        elif action.kind in (Kind.SEND_F, Kind.SEND_B):
+            category = "send"
+        else:
+            category = "post receive"
+        return action, stage, what, category, str(action), (action.kind.name, action.stage)
 
     def _forward(self, stage: DisagStage, microbatch: int) -> None:
         logits_BLV = stage.forward(microbatch)

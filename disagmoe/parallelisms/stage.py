@@ -26,7 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from disagmoe.layout import Stage
 from disagmoe.parallelisms.clock import StepClock
 from disagmoe.parallelisms.transfer.channel import Arrival, Channel
+from disagmoe.parallelisms.transfer.in_process import InProcessChannel
 from disagmoe.parallelisms.transfer.wire import Counts
+
+AnyChannel = Channel | InProcessChannel
 
 
 class RoutingLike(Protocol):
@@ -72,12 +75,12 @@ class MicrobatchInput:
 class StageLinks:
     """The channels at a stage's boundary; None at the ends of the pipeline."""
 
-    forward_in: Channel | None = None
-    forward_out: Channel | None = None
-    backward_in: Channel | None = None
-    backward_out: Channel | None = None
+    forward_in: AnyChannel | None = None
+    forward_out: AnyChannel | None = None
+    backward_in: AnyChannel | None = None
+    backward_out: AnyChannel | None = None
 
-    def all(self) -> list[Channel]:
+    def all(self) -> list[AnyChannel]:
         return [c for c in (self.forward_in, self.forward_out, self.backward_in, self.backward_out) if c is not None]
 
 
@@ -134,6 +137,7 @@ class DisagStage(_PipelineStageBase):
         self.num_stages = num_stages
         self.group_rank, self.group_size = pipeline_group, num_groups
         self.spec, self.links, self.clock = spec, links, clock
+        self._name = str(spec)
         self._dim, self._row_dtype, self._recompute = dim, row_dtype, recompute
         self._most = most
         self.has_backward = True
@@ -239,11 +243,11 @@ class DisagStage(_PipelineStageBase):
         grads = self._take_gradient(bwd_chunk_id)
         return (*grads, *([None] * (self._num_outputs - len(grads))))
 
-    def _receive(self, channel: Channel, key: tuple[int, int]) -> Arrival:
+    def _receive(self, channel: AnyChannel, key: tuple[int, int]) -> Arrival:
         """`channel.take`, with the wait booked on the clock."""
         arrival = channel.take(key)
         self.clock.waited(
-            f"{channel.name} {self.spec} mb {key[1]}",
+            f"{channel.name} {self._name} mb {key[1]}",
             arrival.wait_from_s,
             arrival.wait_to_s,
             arrival.sent_at_s,
@@ -257,14 +261,14 @@ class DisagStage(_PipelineStageBase):
 
     def post_forward_receive(self, microbatch: int) -> None:
         assert self.links.forward_in is not None
-        what = f"the input of {self.spec}, micro-batch {microbatch}"
+        what = f"the input of {self._name}, micro-batch {microbatch}"
         self.links.forward_in.post((self.spec.index - 1, microbatch), what, most=self._most)
 
     def post_backward_receive(self, microbatch: int) -> None:
         assert self.links.backward_in is not None
         self.links.backward_in.post(
             (self.spec.index, microbatch),
-            f"the output gradient of {self.spec}, micro-batch {microbatch}",
+            f"the output gradient of {self._name}, micro-batch {microbatch}",
             counts=self._gradient_counts(microbatch),
         )
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from disagmoe.engine import DisagEngine, Engine
 from disagmoe.parallelisms.transfer import channel as channel_module
 from disagmoe.parallelisms.transfer import wire as wire_module
+from disagmoe.parallelisms.transfer.in_process import InProcessChannel
 from disagmoe.parallelisms.transfer.messages import Flight
 
 
@@ -81,9 +82,11 @@ def play_cuda(engine: Engine) -> list[int]:
     runtime = engine.pipeline.runtime
     runtime._on_cuda = True
     for channel in runtime._channels:
+        if isinstance(channel, InProcessChannel):
+            continue
         channel._on_cuda = True
         channel._counts_inside = False
-        channel._side = None if channel._is_local else _Device()  # type: ignore[assignment]
+        channel._side = _Device()  # type: ignore[assignment]
         # Events have no times here: book the host's.
         channel._wait_on_stream = _wait  # type: ignore[method-assign]
     return held

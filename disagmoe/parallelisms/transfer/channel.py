@@ -60,11 +60,9 @@ class Channel:
     ) -> None:
         self.name, self.kind, self.backward = name, kind, backward
         self._groups, self._context = groups, context
-        self._is_local = groups.payload is None
-        self._counts_inside = context.slice_tokens is not None and not backward and not self._is_local
+        self._counts_inside = context.slice_tokens is not None and not backward
         self._on_cuda = context.device.type == "cuda"
-        self._side = torch.cuda.Stream(context.device) if self._on_cuda and not self._is_local else None
-        self._local: dict[tuple[int, int], tuple[list[Counts], list[Tensor]]] = {}
+        self._side = torch.cuda.Stream(context.device) if self._on_cuda else None
         self._pending: dict[tuple[int, int], Pending] = {}
         self._made: dict[tuple[int, int], torch.cuda.Event] = {}
         self._flights: list[Flight] = []
@@ -97,9 +95,6 @@ class Channel:
         """
         if self._send_error is not None:
             self._raise_lost(self._send_error[0], "sending", self._send_error[1])
-        if self._is_local:
-            self._local[key] = (list(counts), self._pack(counts, pack))
-            return
         works: list[tuple[int, dist.Work]] = []
         held: list[Tensor] = []
         if not self.backward and not self._counts_inside:
@@ -160,8 +155,6 @@ class Channel:
             counts: Sizes by peer, where known (backward); else they are received first, or inside the messages.
             most: Upper bounds of a peer's counts, where those travel inside the messages.
         """
-        if self._is_local:
-            return
         pending = Pending(key=key, what=what, counts=None if counts is None else list(counts))
         self._pending[key] = pending
         if self._counts_inside:
@@ -180,7 +173,7 @@ class Channel:
 
     def is_here(self, key: tuple[int, int]) -> bool:
         """Whether `take` of a posted transfer would not have to wait (CUDA: on the host)."""
-        return self._is_local or self._pending[key].done.is_set()
+        return self._pending[key].done.is_set()
 
     def take(self, key: tuple[int, int]) -> Arrival:
         """Wait for a posted transfer and hand it over; the buffers go back with `release`.
@@ -189,9 +182,6 @@ class Channel:
             WorkerFailure: A worker has failed, or this wait took longer than the configured timeout.
         """
         start_s = time.monotonic()
-        if self._is_local:
-            counts, buffers = self._local.pop(key)
-            return self._arrival(counts, buffers, start_s, start_s)
         pending = self._pending[key]
         self._wait(pending, start_s + self._context.timeout_s)
         if self._on_cuda:

@@ -18,9 +18,9 @@ from disagmoe.parallelisms.transfer.wire import BufferPool, Counts, WireFormat
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelGroups:
-    """Where a channel's messages travel. `None` groups: both ends are this process."""
+    """Where a channel's messages travel."""
 
-    payload: dist.ProcessGroup | None
+    payload: dist.ProcessGroup
     counts: dist.ProcessGroup | None
     """Host (gloo) group; None in backward, where sizes are known from forward."""
     peers: tuple[int, ...]

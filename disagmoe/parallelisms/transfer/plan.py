@@ -136,6 +136,8 @@ def draft_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> PlanD
     num_tokens, top_k = expert_ids_TK.shape
     num_peers = len(experts_by_peer)
     device = expert_ids_TK.device
+    if num_peers == 1:
+        return _draft_for_one(expert_ids_TK, experts_by_peer[0])
     starts_N = torch.tensor([r.start for r in experts_by_peer], device=device)
     stops_N = torch.tensor([r.stop for r in experts_by_peer], device=device)
     peer_TK = torch.bucketize(expert_ids_TK, stops_N, right=True)
@@ -164,6 +166,22 @@ def draft_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> PlanD
         pair_slot_Q=pair_slot_Q,
         pair_row_Q=position_TN.gather(1, peer_TK).reshape(-1)[pair_slot_Q].to(torch.int32),
         pair_expert_Q=(expert_ids_TK - starts_N[peer_TK]).reshape(-1)[pair_slot_Q].to(torch.int32),
+    )
+
+
+def _draft_for_one(expert_ids_TK: Tensor, experts: range) -> PlanDraft:
+    """Everything goes to the only peer, in the order of the tokens."""
+    num_tokens, top_k = expert_ids_TK.shape
+    device = expert_ids_TK.device
+    pair_slot_Q = torch.arange(num_tokens * top_k, device=device)
+    return PlanDraft(
+        num_tokens=num_tokens,
+        top_k=top_k,
+        counts_3N=torch.tensor([[num_tokens], [num_tokens], [num_tokens * top_k]], device=device),
+        token_of_row=torch.arange(num_tokens, device=device),
+        pair_slot_Q=pair_slot_Q,
+        pair_row_Q=pair_slot_Q.div(top_k, rounding_mode="floor").to(torch.int32),
+        pair_expert_Q=(expert_ids_TK.reshape(-1) - experts.start).to(torch.int32),
     )
 
 

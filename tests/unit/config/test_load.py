@@ -138,3 +138,14 @@ def test_a_recipes_defaults_are_checked_and_blamed(toml: Path, monkeypatch: pyte
 def test_configuration_is_immutable(toml: Path) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_config(toml).config.training.steps = 3  # type: ignore[misc]
+
+
+def test_one_process_has_one_microbatch_in_flight_unless_told_otherwise(toml: Path) -> None:
+    one_process = ["--disagmoe.colocate=true", "--disagmoe.attn_workers=1", "--disagmoe.ffn_workers=1"]
+
+    def in_flight(*more: str) -> int:
+        return load_config(toml, list(more)).config.disagmoe.schedule_options()["in_flight"]
+
+    assert in_flight() == 0
+    assert in_flight(*one_process) == 1
+    assert in_flight(*one_process, "--disagmoe.in_flight=3") == 3
