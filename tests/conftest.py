@@ -1,4 +1,4 @@
-"""Which tests run: the quick ones always, `full` ones with --full, `gpu` ones where there are devices."""
+"""Which tests run: the quick ones always, others with --full and --exhaustive, `gpu` ones where there are devices."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the wide matrices too")
+    parser.addoption("--exhaustive", action="store_true", help="run every combination of the parity matrix too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
-        for item in items:
-            if item.get_closest_marker("full") is not None:
-                item.add_marker(pytest.mark.skip(reason="wide matrix: runs with --full"))
-    on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if on_gpu and not _num_gpus():
-        for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs CUDA devices, of which this machine has none"))
+    if not (config.getoption("--full") or config.getoption("--exhaustive")):
+        _skip(items, "full", "wide matrix: runs with --full")
+    if not config.getoption("--exhaustive"):
+        _skip(items, "exhaustive", "every combination: runs with --exhaustive")
+    if any(item.get_closest_marker("gpu") for item in items) and not _num_gpus():
+        _skip(items, "gpu", "needs CUDA devices, of which this machine has none")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _num_gpus() -> int:

@@ -15,7 +15,7 @@ from disagmoe.cost_profile import expert_parallel_profile
 from disagmoe.simulator.measured_ep import Nic, predict_expert_parallel
 from tests.distributed.harness.cases import ADAMW, FAMILIES, NUM_STAGES, SGD, Case, make_config
 from tests.distributed.harness.compare import assert_same_training, loss_distances
-from tests.distributed.harness.cover import pairwise_cover
+from tests.distributed.harness.cover import cover
 from tests.distributed.harness.worlds import CaseError, Worlds
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -65,7 +65,7 @@ def by_size(combinations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(combinations, key=size)
 
 
-FULL = pairwise_cover(AXES, makes_sense)
+FULL = cover(AXES, makes_sense)
 QUICK = by_size(
     [
         dict(zip(AXES, values.split(), strict=True))

@@ -1,10 +1,12 @@
 """Every layout trains to what the unsplit model trains to, from the same weights, tokens and seed, in float32.
 
-Tolerances are in `harness.compare`. All pairs of settings in the quick suite, all combinations with --full.
+Tolerances are in `harness.compare`. All pairs of settings in the quick suite, all triples with --full, all
+combinations with --exhaustive.
 """
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from tests.distributed.harness.cases import ADAMW, FAMILIES, NUM_STAGES, SGD, Case, make_config
 from tests.distributed.harness.compare import assert_same_training
-from tests.distributed.harness.cover import pairwise_cover, product
+from tests.distributed.harness.cover import cover, product
 from tests.distributed.harness.worlds import Worlds
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -65,8 +67,10 @@ def full_product() -> list[dict[str, Any]]:
     return [{**c, "optimizer": tuple(OPTIMIZERS)[i % 2]} for i, c in enumerate(combinations)]
 
 
-QUICK = by_size(pairwise_cover({**AXES, "optimizer": tuple(OPTIMIZERS)}, makes_sense))
-FULL = by_size([c for c in full_product() if c not in QUICK])
+ALL_AXES = {**AXES, "optimizer": tuple(OPTIMIZERS)}
+QUICK = by_size(cover(ALL_AXES, makes_sense))
+FULL = by_size([c for c in cover(ALL_AXES, makes_sense, strength=3) if c not in QUICK])
+EXHAUSTIVE = by_size([c for c in full_product() if c not in QUICK and c not in FULL])
 
 
 def name_of(combination: dict[str, Any]) -> str:
@@ -102,6 +106,12 @@ def test_trains_like_the_unsplit_model(combination: dict[str, Any], worlds: Worl
 
 @pytest.mark.full
 @pytest.mark.parametrize("combination", FULL, ids=name_of)
+def test_trains_like_the_unsplit_model_widely(combination: dict[str, Any], worlds: Worlds, documents: Path) -> None:
+    check(combination, worlds, documents)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("combination", EXHAUSTIVE, ids=name_of)
 def test_trains_like_the_unsplit_model_everywhere(combination: dict[str, Any], worlds: Worlds, documents: Path) -> None:
     check(combination, worlds, documents)
 
@@ -116,10 +126,17 @@ def test_no_token_is_nearly_undecided(family: str, optimizer: str, worlds: World
         assert min(worlds.reference(watched).extras[0]) > 2e-7
 
 
-def test_quick_cases_cover_all_pairs() -> None:
-    axes = {**AXES, "optimizer": tuple(OPTIMIZERS)}
-    for a, b in ((a, b) for a in axes for b in axes if a < b):
-        seen = {(c[a], c[b]) for c in QUICK}
-        wanted = {(c[a], c[b]) for c in product(axes, makes_sense)}
-        assert seen == wanted, (a, b, wanted - seen)
-    assert len(QUICK) < 80
+@pytest.mark.parametrize(("cases", "strength", "most"), [(QUICK, 2, 80), (QUICK + FULL, 3, 250)])
+def test_cases_cover_all_pairs_and_triples(cases: list[dict[str, Any]], strength: int, most: int) -> None:
+    for axes in itertools.combinations(ALL_AXES, strength):
+        seen = {tuple(c[axis] for axis in axes) for c in cases}
+        wanted = {tuple(c[axis] for axis in axes) for c in product(ALL_AXES, makes_sense)}
+        assert seen == wanted, (axes, wanted - seen)
+    assert len(cases) < most
+
+
+def test_exhaustive_is_the_rest() -> None:
+    def settings(cases: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+        return {tuple(c[axis] for axis in AXES) for c in cases}
+
+    assert settings(QUICK + FULL + EXHAUSTIVE) == settings(product(AXES, makes_sense))

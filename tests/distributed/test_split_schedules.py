@@ -14,7 +14,7 @@ from disagmoe.simulator.engine import simulate
 from disagmoe.simulator.profile import HopProfile, Profile, StageProfile
 from tests.distributed.harness.cases import ADAMW, FAMILIES, NUM_STAGES, Case, make_config
 from tests.distributed.harness.compare import assert_same_training
-from tests.distributed.harness.cover import pairwise_cover, product
+from tests.distributed.harness.cover import cover, product
 from tests.distributed.harness.worlds import Worlds
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ AXES = {
     "recompute": ("none", "full"),
     "microbatches": ("1", "4", "14"),
 }
-QUICK = pairwise_cover(AXES, lambda _: True)
+QUICK = cover(AXES, lambda _: True)
 FULL = [c for c in product(AXES, lambda _: True) if c not in QUICK][::9]
 
 

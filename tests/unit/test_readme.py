@@ -79,7 +79,7 @@ def test_commands_are_ones_that_exist(page: Path, words: list[str]) -> None:
         if config != "my.toml":
             make_plan(load_config(ROOT / config, options))
     elif program == "run_tests.sh":
-        assert all(w in ("--full", "--help") or (ROOT / w).exists() for w in rest)
+        assert all(w in ("--full", "--exhaustive", "--help") or (ROOT / w).exists() for w in rest)
     elif program == "disagmoe" and rest:
         check_disagmoe(rest)
     elif program == "python" and rest[:1] == ["-m"]:

@@ -1,4 +1,4 @@
-"""Pairwise cover: few combinations in which every pair of values of two axes occurs."""
+"""Covers: few combinations in which every pair, or triple, of values of different axes occurs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def product(
     return [combination for combination in combinations if keep(combination)]
 
 
-def pairwise_cover(
-    axes: Mapping[str, Sequence[Any]], keep: Callable[[dict[str, Any]], bool] = lambda _: True
+def cover(
+    axes: Mapping[str, Sequence[Any]], keep: Callable[[dict[str, Any]], bool] = lambda _: True, *, strength: int = 2
 ) -> list[dict[str, Any]]:
     """Greedy, deterministic: takes the combination with the most new pairs until all that make sense are covered.
 
-    >>> len(pairwise_cover({"a": [0, 1], "b": [0, 1], "c": [0, 1]}))
+    Args:
+        strength: 2 for pairs, 3 for triples.
+
+    >>> len(cover({"a": [0, 1], "b": [0, 1], "c": [0, 1]}))
     4
     """
     everything = product(axes, keep)
-    names = list(itertools.combinations(axes, 2))
-
-    def pairs(combination: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
-        return {(a, combination[a], b, combination[b]) for a, b in names}
-
-    missing = set().union(*map(pairs, everything))
+    names = list(itertools.combinations(axes, strength))
+    groups = [{(name, *(combination[axis] for axis in name)) for name in names} for combination in everything]
+    missing = set().union(*groups)
     chosen = []
     while missing:
-        best = max(everything, key=lambda combination: len(pairs(combination) & missing))
-        missing -= pairs(best)
-        chosen.append(best)
+        best = max(range(len(everything)), key=lambda i: len(groups[i] & missing))
+        missing -= groups[best]
+        chosen.append(everything[best])
     return chosen
