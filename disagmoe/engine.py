@@ -31,6 +31,11 @@ class RouterHandle:
     bias_E: Tensor | None
     coeff: float
 
+    @classmethod
+    def of(cls, layer: int, stats: RouterStats, moe: Any) -> RouterHandle:
+        """`moe`: whatever has the router's `expert_bias_E` and `load_balance_coeff`."""
+        return cls(layer=layer, stats=stats, bias_E=moe.expert_bias_E, coeff=float(moe.load_balance_coeff or 0.0))
+
 
 class Engine(ABC):
     """One process's part of the model.
@@ -114,9 +119,7 @@ class PlainEngine(Engine):
             stats.add(expert_ids.flatten(0, -2), scores.detach().flatten(0, -2))
 
         moe.router.register_forward_hook(count)
-        return RouterHandle(
-            layer=layer, stats=stats, bias_E=moe.expert_bias_E, coeff=float(moe.load_balance_coeff or 0.0)
-        )
+        return RouterHandle.of(layer, stats, moe)
 
     def run(self, inputs: Sequence[MicrobatchInput], *, loss_scale: float, step: int) -> Tensor | None:
         losses = []
@@ -173,16 +176,8 @@ class DisagEngine(Engine):
         self.owns_samples = any(w.role is Role.ATTN for w in self.workers)
         self.routers = []
         for stage in self.pipeline.attention_stages():
-            state = stage.router
-            assert state is not None and stage.stats is not None and stage.spec.moe_layer is not None
-            self.routers.append(
-                RouterHandle(
-                    layer=stage.spec.moe_layer,
-                    stats=stage.stats,
-                    bias_E=state.expert_bias_E,
-                    coeff=float(state.load_balance_coeff or 0.0),
-                )
-            )
+            assert stage.router is not None and stage.stats is not None and stage.spec.moe_layer is not None
+            self.routers.append(RouterHandle.of(stage.spec.moe_layer, stage.stats, stage.router))
 
     def run(self, inputs: Sequence[MicrobatchInput], *, loss_scale: float, step: int) -> Tensor | None:
         return self.pipeline.runtime.run_step(inputs, loss_scale=loss_scale, step=step)

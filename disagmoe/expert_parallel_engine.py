@@ -64,17 +64,9 @@ class EPEngine(Engine):
         self.clock = self.pipeline.clock
         self.workers = layout.workers_on(rank)
         self.owns_samples = True
-        self.routers = []
-        for block in self.pipeline.blocks():
-            state: Any = block.owner.router_state
-            self.routers.append(
-                RouterHandle(
-                    layer=block.layer,
-                    stats=block.stats,
-                    bias_E=state.expert_bias_E,
-                    coeff=float(state.load_balance_coeff or 0.0),
-                )
-            )
+        self.routers = [
+            RouterHandle.of(block.layer, block.stats, block.owner.router_state) for block in self.pipeline.blocks()
+        ]
 
     def run(self, inputs: Sequence[MicrobatchInput], *, loss_scale: float, step: int) -> Tensor | None:
         return self.pipeline.runtime.run_step(inputs, loss_scale=loss_scale, step=step)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from disagmoe.config.hugging_face import HuggingFaceFormat
+from disagmoe.config.hugging_face import HuggingFaceFormat, shape_of_layers
 from disagmoe.config.recipe import Recipe
 from disagmoe.shapes import AttentionShape, DenseFFNShape, LayerShape, ModelShape, MoEShape, RopeShape
 
@@ -222,15 +222,7 @@ def hf_shape(name: str, config: Mapping[str, Any]) -> ModelShape:
         )
         for i in range(config["num_hidden_layers"])
     )
-    return ModelShape(
-        name=name,
-        dim=config["hidden_size"],
-        vocab_size=config["vocab_size"],
-        layers=layers,
-        max_seq_len=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
-        init_std=config["initializer_range"],
-    )
+    return shape_of_layers(name, config, layers)
 
 
 def hf_parameters(shape: ModelShape) -> Any:

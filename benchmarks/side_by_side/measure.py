@@ -45,6 +45,8 @@ class Launch:
     tokens_per_s: float
     predicted_step_s: float
     """Simulated passes on this launch's measured costs, and what was measured outside them."""
+    transfers_cost_s: float
+    """What transfers add to the passes: simulated on the measured costs, less the same with transfers of no time."""
     loss: float
     """Of the last step."""
     start_s: float
@@ -158,6 +160,7 @@ def _summary(
             for line in lines
         )
 
+    predicted_s = predict_pipeline_s(overrides, profile)
     step_s, pipeline_s = (mean(line[key] for line in lines) for key in ("step_time_s", "pipeline_time_s"))
     return Launch(
         step_s=step_s,
@@ -169,7 +172,8 @@ def _summary(
         nic_bytes=nic_bytes,
         peak_memory_bytes=max(line.get(f"{r.value}.peak_memory_bytes.max", 0.0) for line in lines for r in Role),
         tokens_per_s=mean(line["tokens"] for line in lines) / step_s,
-        predicted_step_s=predict_pipeline_s(overrides, profile) + step_s - pipeline_s,
+        predicted_step_s=predicted_s + step_s - pipeline_s,
+        transfers_cost_s=predicted_s - predict_pipeline_s(overrides, profile, free_transfers=True),
         loss=lines[-1]["loss"],
         start_s=start_s,
     )

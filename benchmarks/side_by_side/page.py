@@ -22,15 +22,15 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
         "",
         f"Preset `{preset.name}`: {spec.nodes} nodes x {spec.workers_per_node} workers, "
         f"{' / '.join(f'{rate:g}' for rate in rates)} Mbit/s, "
-        f"{workers_text(preset)}; {result['num_rounds']} rounds. Made by:",
+        f"{workers_text(preset)}; {rounds_text(result['num_rounds'])}. Made by:",
         "",
         "```",
         f"python -m benchmarks.side_by_side --preset {preset.name} --rounds {result['num_rounds']} --docs docs",
         "```",
         "",
-        "| system | step, s | compute | exposed comm. | idle | sent, MB | peak memory, MB | tokens/s | simulated, s | "
-        "ours is faster | at most |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| system | step, s | compute | exposed comm. | idle | transfers cost | sent, MB | peak memory, MB | "
+        "tokens/s | simulated, s | ours is faster | at most |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, values in result["systems"].items():
         if name not in result["ratios"]:
@@ -41,7 +41,8 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
         simulated = f"{values['predicted_step_s']:.2f} ({values['predicted_error']:+.0%})"
         lines.append(
             f"| {values['title']}: {values['layout']} | {values['step_s']:.2f} | {values['compute_s']:.2f} | "
-            f"{values['exposed_comm_s']:.2f} | {values['idle_s']:.2f} | {values['sent_bytes'] / 1e6:.1f} | "
+            f"{values['exposed_comm_s']:.2f} | {values['idle_s']:.2f} | {values['transfers_cost_s']:.2f} | "
+            f"{values['sent_bytes'] / 1e6:.1f} | "
             f"{values['peak_memory_bytes'] / 1e6:.0f} | {values['tokens_per_s']:.0f} | {simulated} | {ratio} | {most} |"
         )
     lines += ["", f"![Compute, exposed communication and idle time of each system](speed_{preset.name}.png)", ""]
@@ -54,8 +55,15 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
         ]
     if "exposed_cut" in result:
         baseline = next(systems[name]["title"] for name in DEDUPLICATED if name in systems)
-        lines += [f"Exposed communication is {result['exposed_cut']:.0%} less than that of {baseline}.", ""]
+        text = f"Exposed communication is {result['exposed_cut']:.0%} less than that of {baseline}"
+        if "transfers_cost_cut" in result:
+            text += f"; what transfers add to the step, simulated, {result['transfers_cost_cut']:.0%} less"
+        lines += [f"{text}.", ""]
     return "\n".join(lines)
+
+
+def rounds_text(number: int) -> str:
+    return "1 round" if number == 1 else f"{number} rounds"
 
 
 def workers_text(preset: Preset) -> str:

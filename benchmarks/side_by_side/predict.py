@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.side_by_side.preset import Overrides, resolve
@@ -12,9 +13,14 @@ from disagmoe.simulator.measured_ep import predict_expert_parallel
 from disagmoe.simulator.profile import Profile
 
 
-def predict_pipeline_s(overrides: Overrides, profile: Path) -> float:
-    """Seconds of the forward and backward passes: the run's own schedule on its measured stages and transfers."""
+def predict_pipeline_s(overrides: Overrides, profile: Path, *, free_transfers: bool = False) -> float:
+    """Seconds of the forward and backward passes: the run's own schedule on its measured stages and transfers.
+
+    free_transfers: on the measured stages alone, as if every payload were there at once.
+    """
     resolved, costs = resolve(overrides), Profile.load(profile)
+    if free_transfers:
+        costs = replace(costs, hops=tuple(replace(hop, forward_s=0.0, backward_s=0.0) for hop in costs.hops))
     if resolved.config.parallelism.mode == "disagmoe":
         schedule = make_plan(resolved).schedule
         assert schedule is not None

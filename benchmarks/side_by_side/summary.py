@@ -14,11 +14,12 @@ DEDUPLICATED = ("ep_best_tuned_dedup", EQUAL)
 """The baseline that exposed communication is compared with: the first of these that was measured."""
 Rounds = Mapping[str, Sequence[Launch]]
 """By system, its launches; the i-th of each are of round i."""
-_SECONDS = ("step_s", "pipeline_s", "compute_s", "exposed_comm_s", "idle_s")
+_SECONDS = ("step_s", "pipeline_s", "compute_s", "exposed_comm_s", "idle_s", "transfers_cost_s")
 
 
 def summarise(preset: Preset, systems: Sequence[System], rounds: Rounds) -> dict[str, Any]:
-    """What `--json` writes: {preset, systems, ratios, ratio_spread, ceilings, exposed_cut, rounds}.
+    """What `--json` writes: {preset, num_rounds, systems, ratios, ratio_spread, ceilings, exposed_cut,
+    transfers_cost_cut}; a cut of nothing is left out.
 
     Seconds and bytes are medians over rounds. A ratio is the median over rounds of baseline's step / ours in the same
     round, its spread the smallest and largest of those.
@@ -45,7 +46,9 @@ def summarise(preset: Preset, systems: Sequence[System], rounds: Rounds) -> dict
             nic_bytes_ratio=measured[ours]["nic_bytes"] / max(measured[name]["nic_bytes"], 1.0),
         )
         if name == compared:
-            result["exposed_cut"] = 1 - measured[ours]["exposed_comm_s"] / measured[name]["exposed_comm_s"]
+            for cut, key in (("exposed_cut", "exposed_comm_s"), ("transfers_cost_cut", "transfers_cost_s")):
+                if measured[name][key] > 0:
+                    result[cut] = 1 - measured[ours][key] / measured[name][key]
     return result
 
 

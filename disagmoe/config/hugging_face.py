@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from disagmoe.config.errors import ConfigError, Problem, did_you_mean
-from disagmoe.shapes import ModelShape, RopeShape
+from disagmoe.shapes import LayerShape, ModelShape, RopeShape
 
 CONFIG_NAME = "config.json"
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
@@ -42,6 +42,19 @@ class HuggingFaceFormat:
     """Other spellings of fields: spelling -> field."""
     ignored: Sequence[str] = ()
     """Regular expressions of published names that hold no weights, such as caches."""
+
+
+def shape_of_layers(name: str, config: Mapping[str, Any], layers: Sequence[LayerShape]) -> ModelShape:
+    """The sizes of a family's model around its `layers`, which all families spell alike in config.json."""
+    return ModelShape(
+        name=name,
+        dim=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        layers=tuple(layers),
+        max_seq_len=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        init_std=config["initializer_range"],
+    )
 
 
 def is_config_path(flavor: str) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.moe import MoE
@@ -19,9 +18,8 @@ from torchtitan.protocols.module import Module, ModuleDict
 
 from disagmoe.layout import ChunkStage
 from disagmoe.models.attention import Masks, mask_for
-from disagmoe.models.deferred import WeightGradients
-from disagmoe.models.init import init_parameters, materialize
 from disagmoe.models.split import AttentionHalf
+from disagmoe.models.supply import PartSupply
 
 
 class OwnerHalf(AttentionHalf):
@@ -113,47 +111,13 @@ class RoutedPart(nn.Module):
         return self.layers[self._layer].moe.routed_experts.inner_experts(x_QD, counts_E)
 
 
-class ChunkParts:
-    """A decoder as a supplier of expert-parallel parts: what `parallelisms.expert_parallel` asks of a model.
-
-    Args:
-        model_config: from `make_portable`.
-        seed: of the initial weights; any set of parts starts from the unsplit model's weights. None: they are undefined
-            until they are loaded.
-        device: where the parts go.
-        dtype: of parameters and rows.
-    """
-
-    def __init__(
-        self, model_config: Decoder.Config, *, seed: int | None, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.model_config = model_config
-        self.dim: int = model_config.dim
-        self.row_dtype = dtype
-        self.is_moe_layer = tuple(layer.moe is not None for layer in model_config.layers)
-        self._seed, self._device = seed, device
-
-    def num_experts(self, layer: int) -> int:
-        return int(self.model_config.layers[layer].moe.num_experts)
-
-    def top_k(self, layer: int) -> int:
-        return int(self.model_config.layers[layer].moe.router.top_k)
+class ChunkParts(PartSupply):
+    """A decoder as a supplier of expert-parallel parts: what `parallelisms.expert_parallel` asks of a model."""
 
     def owner_part(self, stage: ChunkStage) -> OwnerPart:
-        with torch.device("meta"):
-            part = OwnerPart(self.model_config, stage)
-        return self._fill(part, 0)
+        return self._supply(lambda: OwnerPart(self.model_config, stage))
 
     def routed_part(self, stage: ChunkStage, experts: range) -> RoutedPart:
-        assert stage.layer is not None
-        with torch.device("meta"):
-            part = RoutedPart(self.model_config, stage.layer, experts)
-        return self._fill(part, experts.start)
-
-    def weight_gradients(self) -> WeightGradients:
-        return WeightGradients()
-
-    def _fill(self, part: Any, expert_offset: int) -> Any:
-        materialize(part, device=self._device, dtype=self.row_dtype)
-        init_parameters(part, self.model_config, self._seed, expert_offset)
-        return part
+        layer = stage.layer
+        assert layer is not None
+        return self._supply(lambda: RoutedPart(self.model_config, layer, experts), experts.start)

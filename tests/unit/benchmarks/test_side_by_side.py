@@ -9,10 +9,12 @@ import pytest
 
 from benchmarks.side_by_side import fit, page
 from benchmarks.side_by_side.measure import Launch
+from benchmarks.side_by_side.predict import predict_pipeline_s
 from benchmarks.side_by_side.preset import OURS, Preset, layout_text, load_preset, preset_names, resolve
 from benchmarks.side_by_side.summary import ceiling, summarise
 from benchmarks.side_by_side.tune import tune
-from disagmoe.config.checks import build_layout, check_config
+from disagmoe.config.checks import build_layout, check_config, model_shape
+from disagmoe.layout import cut_into_chunks
 from disagmoe.simulator.profile import HopProfile, Profile, StageProfile
 
 COMPARED = ("paper_like", "long_sequence", "top_k_1", "top_k_2", "top_k_8", "two_level", "imbalanced")
@@ -77,16 +79,18 @@ def test_layouts_are_told_apart() -> None:
 ONE = Launch(
     step_s=10.0, pipeline_s=9.0, compute_s=5.0, exposed_comm_s=1.0, idle_s=3.0, sent_bytes=50e6, nic_bytes=60e6,
     peak_memory_bytes=5e8, tokens_per_s=800.0, predicted_step_s=9.5, loss=5.0, start_s=8.0,
+    transfers_cost_s=0.2,
 )  # fmt: skip
 
 
 def result() -> dict[str, object]:
     preset = load_preset("paper_like")
     systems = preset.systems(["af_pipe_equal_experts", "ep_equal_experts", "ep_equal_experts_dedup"])
+    dedup = replace(ONE, step_s=12.0, exposed_comm_s=4.0, transfers_cost_s=2.0, nic_bytes=50e6)
     rounds = {
         "af_pipe_equal_experts": [ONE, replace(ONE, step_s=20.0)],
         "ep_equal_experts": [replace(ONE, step_s=15.0), replace(ONE, step_s=24.0)],
-        "ep_equal_experts_dedup": [replace(ONE, step_s=12.0, exposed_comm_s=4.0, nic_bytes=50e6)] * 2,
+        "ep_equal_experts_dedup": [dedup, dedup],
     }
     return summarise(preset, systems, rounds)
 
@@ -96,6 +100,7 @@ def test_ratios_are_paired_within_rounds() -> None:
     assert found["ratios"] == pytest.approx({"ep_equal_experts": 1.35, "ep_equal_experts_dedup": 0.9})
     assert found["ratio_spread"]["ep_equal_experts"] == pytest.approx([1.2, 1.5])  # type: ignore[index]
     assert found["exposed_cut"] == 0.75
+    assert found["transfers_cost_cut"] == pytest.approx(0.9)
     values = found["systems"]["ep_equal_experts_dedup"]  # type: ignore[index]
     assert {"step_s", "exposed_comm_s", "idle_s", "sent_bytes", "predicted_step_s", "layout"} <= values.keys()
     # The card's 50 MB in a step of 12 s; ours sends 60.
@@ -108,6 +113,29 @@ def test_ratios_are_paired_within_rounds() -> None:
 def test_ceiling_is_bounded_by_compute_and_by_bytes() -> None:
     assert ceiling(wire_share=0.5, nic_bytes_ratio=1.5) == pytest.approx(1 / 0.75)
     assert ceiling(wire_share=0.2, nic_bytes_ratio=1.5) == pytest.approx(1 / 0.8)
+
+
+@pytest.mark.parametrize("name", ["ep_equal_experts_dedup", "pipeline_only"])
+def test_free_transfers_leave_compute(name: str, tmp_path: Path) -> None:
+    (system,) = load_preset("paper_like").systems([name])
+    part = resolve(system.overrides).config.expert_parallel
+    chunks, path, hop_s = part.pipeline_depth * part.chunks_per_rank, tmp_path / "costs.json", 0.05
+    is_moe_layer = model_shape(resolve(system.overrides).config).is_moe_layer
+    num_stages = len(cut_into_chunks(is_moe_layer, chunks))
+    profile = Profile(
+        model="m", seq_len=256, microbatch_samples=1,
+        stages=tuple(StageProfile(index=i, forward_s=0.01, backward_s=0.02) for i in range(num_stages)),
+        hops=tuple(
+            HopProfile(index=i, forward_bytes=1e3, forward_s=hop_s, backward_bytes=1e3, backward_s=hop_s)
+            for i in range(1, num_stages)
+        ),
+    )  # fmt: skip
+    profile.save(path)
+    real, free = (predict_pipeline_s(system.overrides, path, free_transfers=free) for free in (False, True))
+    busiest_s = 0.03 * part.microbatches * num_stages / part.pipeline_depth
+    assert free >= 0.9 * busiest_s
+    assert real >= free + 2 * (num_stages - 1) * hop_s * 0.9  # a micro-batch's way there and back
+    assert predict_pipeline_s(system.overrides, path) == real
 
 
 def test_pages_are_written_again_in_place(tmp_path: Path) -> None:
