@@ -68,15 +68,15 @@ def expert_parallel_profile(config: Config, shape: ModelShape, gathered: Sequenc
     stages = cut_into_chunks(shape.is_moe_layer, part.pipeline_depth * part.chunks_per_rank)
     pieces = part.num_chunks if part.overlap == "chunked" else 1
     # A layer's transfers were measured piece by piece.
-    factors = {index: pieces for index, stage in enumerate(stages) if stage.kind == "F"}
-    factors |= {index - 1: pieces for index in factors}
+    cut = {index: pieces for index, stage in enumerate(stages) if stage.kind == "F"}
+    cut |= {index - 1: pieces for index in cut}
     share = -(-config.training.global_batch_size // part.replicas)
     return Profile(
         model=shape.name,
         seq_len=config.training.seq_len,
         microbatch_samples=-(-share // part.microbatches),
         stages=_stages(gathered, [0.0] * len(stages)),
-        hops=_hops(gathered, len(stages), factors),
+        hops=_hops(gathered, len(stages), cut),
     )
 
 
@@ -110,9 +110,12 @@ def _stages(gathered: Sequence[CostSamples], activations: Sequence[float]) -> tu
     return tuple(row(index, num_bytes) for index, num_bytes in enumerate(activations))
 
 
-def _hops(gathered: Sequence[CostSamples], num_stages: int, factors: Mapping[int, int]) -> tuple[HopProfile, ...]:
-    """factors: by hop, how many transfers make one of a whole micro-batch; 1 where missing."""
-    transfers = [sample.transfers for sample in gathered]
+def _hops(gathered: Sequence[CostSamples], num_stages: int, pieces: Mapping[int, int]) -> tuple[HopProfile, ...]:
+    """pieces: by hop, how many transfers make one of a whole micro-batch; 1 where missing."""
+    transfers = [
+        {key: _whole(samples, pieces.get(key[0], 1)) for key, samples in sample.transfers.items()}
+        for sample in gathered
+    ]
     seconds, sizes = (
         _slowest(({key: [pair[i] for pair in pairs] for key, pairs in own.items()} for own in transfers), typical)
         for i, typical in ((1, _undisturbed), (0, mean))
@@ -120,13 +123,22 @@ def _hops(gathered: Sequence[CostSamples], num_stages: int, factors: Mapping[int
     return tuple(
         HopProfile(
             index=hop + 1,
-            forward_bytes=sizes.get((hop, False), 0.0) * factors.get(hop, 1),
-            forward_s=seconds.get((hop, False), 0.0) * factors.get(hop, 1),
-            backward_bytes=sizes.get((hop, True), 0.0) * factors.get(hop, 1),
-            backward_s=seconds.get((hop, True), 0.0) * factors.get(hop, 1),
+            forward_bytes=sizes.get((hop, False), 0.0),
+            forward_s=seconds.get((hop, False), 0.0),
+            backward_bytes=sizes.get((hop, True), 0.0),
+            backward_s=seconds.get((hop, True), 0.0),
         )
         for hop in range(num_stages - 1)
     )
+
+
+def _whole(samples: Sequence[tuple[float, float]], pieces: int) -> list[tuple[float, float]]:
+    """(bytes, seconds) of each `pieces` transfers in a row; of too few at the end, what as many would have.
+
+    A micro-batch's first piece may find an idle card, the others follow it: only their sum is typical.
+    """
+    groups = [samples[start : start + pieces] for start in range(0, len(samples), pieces)]
+    return [(pieces * mean(pair[0] for pair in group), pieces * mean(pair[1] for pair in group)) for group in groups]
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:

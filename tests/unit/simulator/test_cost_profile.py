@@ -45,5 +45,14 @@ def test_a_hop_is_an_undisturbed_transfer_of_the_worker_that_receives_slowest() 
     slower = [(300.0, 0.3)] * 20
     (hop,) = _hops([CostSamples(transfers={(0, False): quiet}), CostSamples(transfers={(0, False): slower})], 2, {})
     assert (hop.index, hop.forward_s, hop.forward_bytes) == (1, 0.3, 300.0)
-    (alone,) = _hops([CostSamples(transfers={(0, False): quiet})], 2, {0: 2})
-    assert (alone.forward_s, alone.forward_bytes, alone.backward_s) == (0.4, 200.0, 0.0)
+    (alone,) = _hops([CostSamples(transfers={(0, False): quiet})], 2, {})
+    assert (alone.forward_s, alone.forward_bytes, alone.backward_s) == (0.2, 100.0, 0.0)
+
+
+def test_pieces_of_a_transfer_are_added_up_before_one_is_typical() -> None:
+    """Of two pieces the first is always quick: twice a quick one would be half of what both take."""
+    pieces = [(100.0, 0.1), (60.0, 0.3)] * 8
+    (hop,) = _hops([CostSamples(transfers={(0, True): pieces})], 2, {0: 2})
+    assert (hop.backward_s, hop.backward_bytes, hop.forward_s) == pytest.approx((0.4, 160.0, 0.0))
+    (odd,) = _hops([CostSamples(transfers={(0, True): pieces[:3]})], 2, {0: 2})
+    assert (odd.backward_s, odd.backward_bytes) == pytest.approx((0.2, 180.0))
