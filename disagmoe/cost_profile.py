@@ -7,6 +7,7 @@ combines them into the profile that `disagmoe.simulator.profile` defines.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -54,7 +55,19 @@ def gather_profile(resolved: ResolvedConfig, samples: CostSamples) -> Profile | 
         seq_len=config.training.seq_len,
         microbatch_samples=-(-share // config.disagmoe.microbatches),
         stages=_stages(gathered, [activations(stage.index) for stage in plan.stages]),
-        hops=_hops(gathered, len(plan.stages), {}),
+        hops=tuple(
+            _with_senders(hop, *(plan.layout.workers_of(plan.stages[hop.index - back].role) for back in (1, 0)))
+            for hop in _hops(gathered, len(plan.stages), {})
+        ),
+    )
+
+
+def _with_senders(hop: HopProfile, before: int, after: int) -> HopProfile:
+    """A hop between groups of `before` and `after` workers, which all send and receive as much as their peers."""
+    return replace(
+        hop,
+        forward_send_bytes=hop.forward_bytes * after / before,
+        backward_send_bytes=hop.backward_bytes * before / after,
     )
 
 

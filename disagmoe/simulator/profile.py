@@ -16,8 +16,9 @@
 
 A stage has the times of one micro-batch on its slowest worker; a half that was not measured is null. Hop `index` is the
 transfer into stage `index` in the forward pass, and of that stage's input gradient back in the backward pass: bytes and
-seconds of the worker that sends (or receives) most, from the last hand-over to arrival, without waiting for another
-transfer.
+seconds of the worker that receives most, from the last hand-over to arrival, without waiting for another transfer. A
+hop may also have `forward_send_bytes` and `backward_send_bytes`: what one worker sends, where groups of different sizes
+exchange rows. The seconds are the busier side's; the other card is free for the rest of them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class HopProfile:
     forward_s: float
     backward_bytes: float
     backward_s: float
+    forward_send_bytes: float | None = None
+    """Of one sender; None: as much as a worker receives."""
+    backward_send_bytes: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +91,8 @@ class Profile:
             ),
             backward_input_s=tuple(half[0] for half in halves),
             backward_weight_s=tuple(half[1] for half in halves),
-            forward_hop=(NO_HOP, *(_hop(h.forward_s, h.forward_bytes) for h in self.hops)),
-            backward_hop=(*(_hop(h.backward_s, h.backward_bytes) for h in self.hops), NO_HOP),
+            forward_hop=(NO_HOP, *(_hop(h.forward_s, h.forward_bytes, h.forward_send_bytes) for h in self.hops)),
+            backward_hop=(*(_hop(h.backward_s, h.backward_bytes, h.backward_send_bytes) for h in self.hops), NO_HOP),
             activation_bytes=tuple(s.activation_bytes for s in self.stages),
         )
 
@@ -144,8 +148,11 @@ def _halves(stage: StageProfile) -> tuple[float, float]:
     return stage.backward_s / 2, stage.backward_s / 2
 
 
-def _hop(seconds: float, size: float) -> Hop:
-    return Hop(send_s=seconds, recv_s=seconds, send_bytes=size, recv_bytes=size)
+def _hop(seconds: float, received: float, sent: float | None) -> Hop:
+    sent = received if sent is None else sent
+    most = max(sent, received)
+    send_s, recv_s = (seconds * size / most if most else seconds for size in (sent, received))
+    return Hop(send_s=send_s, recv_s=recv_s, send_bytes=sent, recv_bytes=received)
 
 
 def _row(kind: type[_Row], row: object, where: str) -> _Row:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from disagmoe.cost_profile import _hops, _stages
+from disagmoe.cost_profile import _hops, _stages, _with_senders
 from disagmoe.parallelisms.clock import CostSamples
+from disagmoe.simulator.profile import HopProfile
 
 
 def test_a_stage_is_its_slowest_workers_mean_with_handling_of_messages() -> None:
@@ -56,3 +57,9 @@ def test_pieces_of_a_transfer_are_added_up_before_one_is_typical() -> None:
     assert (hop.backward_s, hop.backward_bytes, hop.forward_s) == pytest.approx((0.4, 160.0, 0.0))
     (odd,) = _hops([CostSamples(transfers={(0, True): pieces[:3]})], 2, {0: 2})
     assert (odd.backward_s, odd.backward_bytes) == pytest.approx((0.2, 180.0))
+
+
+def test_a_sender_of_a_smaller_group_sends_more_than_its_peers_receive() -> None:
+    hop = HopProfile(index=1, forward_bytes=6.0, forward_s=0.4, backward_bytes=12.0, backward_s=0.2)
+    one_to_two = _with_senders(hop, 1, 2)
+    assert (one_to_two.forward_send_bytes, one_to_two.backward_send_bytes) == (12.0, 6.0)

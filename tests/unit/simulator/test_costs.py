@@ -188,6 +188,19 @@ def test_a_profile_survives_its_file_and_fills_gaps(tmp_path: Path) -> None:
     assert [hop.send_s for hop in costs.backward_hop] == [0.2, 0.2, 0.0]
 
 
+def test_the_less_busy_side_of_a_hop_has_its_card_free_for_the_rest() -> None:
+    """One worker sends to two: it sends for as long as the transfer takes, each of them receives for half of that."""
+    hop = HopProfile(
+        index=1, forward_bytes=6.0, forward_s=0.4, backward_bytes=8.0, backward_s=0.2,
+        forward_send_bytes=12.0, backward_send_bytes=4.0,
+    )  # fmt: skip
+    costs = replace(profile(), stages=profile().stages[:2], hops=(hop,)).costs()
+    there, back = costs.forward_hop[1], costs.backward_hop[0]
+    assert (there.send_s, there.recv_s, there.send_bytes, there.recv_bytes) == pytest.approx((0.4, 0.2, 12.0, 6.0))
+    assert (back.send_s, back.recv_s) == pytest.approx((0.1, 0.2))
+    assert (there.alone_s, back.alone_s) == pytest.approx((0.4, 0.2))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
