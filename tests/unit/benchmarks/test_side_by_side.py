@@ -156,6 +156,7 @@ def test_costs_are_measured_once_and_evened(tmp_path: Path, monkeypatch: pytest.
     fit.FOLDER.mkdir(parents=True)
     preset = load_preset("paper_like")
     (system,) = preset.systems(["af_pipe_equal_experts"])
+    in_fitted = {**system.overrides, "disagmoe.schedule": "fitted"}
     launched: list[str] = []
 
     def profiled(own: dict[str, object], path: Path) -> None:
@@ -165,9 +166,9 @@ def test_costs_are_measured_once_and_evened(tmp_path: Path, monkeypatch: pytest.
         hops = tuple(HopProfile(index=i, **hop) for i in range(1, 17))
         Profile(model="bench", seq_len=256, microbatch_samples=2, stages=stages, hops=hops).save(path)
 
-    assert fit.wants_costs(system.overrides)
-    first = fit.with_costs(preset, system.overrides, profiled)
-    assert fit.with_costs(preset, system.overrides, profiled) == first and launched == ["deep"]
+    assert fit.wants_costs(in_fitted) and not fit.wants_costs(system.overrides)
+    first = fit.with_costs(preset, in_fitted, profiled)
+    assert fit.with_costs(preset, in_fitted, profiled) == first and launched == ["deep"]
     assert not fit.wants_costs(first)
     costs = Profile.load(tmp_path / str(first["disagmoe.costs"])).stages
     # The first stage has the dense layer, the last the head; the others' medians are of stages 2 to 14 and 1 to 15.
