@@ -57,7 +57,7 @@ class Runner:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.splitting_cost", "--train", f"--config-file={EMPTY}"]
                 + [f"--{key}={value}" for key, value in options.items()],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -87,6 +87,13 @@ class Runner:
         self._process.communicate()
 
 
+def _environment() -> dict[str, str]:
+    """One thread, one process whose output is heard, whatever the caller is a part of."""
+    foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in foreign}
+    return {**kept, "OMP_NUM_THREADS": "1", "LOG_RANK": "0"}
+
+
 def _train(options: Sequence[str]) -> int:
     """In a process of its own: a training run whose steps each wait for a line of standard input."""
     from disagmoe.train import main as train
@@ -108,9 +115,10 @@ def _launch(steps: int) -> list[dict[str, float]]:
     """Both runs' step times in seconds, pair by pair, warm-up excluded; which is first changes from pair to pair."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="splitting_cost_")))
-        runners = {name: Runner(name, steps + WARM_UP + 1, folder) for name in SYSTEMS}  # nobody comes to an end
-        for runner in runners.values():
-            stack.callback(runner.end)
+        runners = {}
+        for name in SYSTEMS:
+            runners[name] = Runner(name, steps + WARM_UP + 1, folder)  # nobody comes to an end
+            stack.callback(runners[name].end)
         pairs = []
         for step in range(steps + WARM_UP):
             names = list(SYSTEMS) if step % 2 == 0 else list(SYSTEMS)[::-1]
@@ -127,6 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=12, help="pairs of steps a launch (default: 12)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     options = parser.parse_args(given)
+    for key in ("launches", "steps"):
+        if getattr(options, key) < 1:
+            parser.error(f"--{key} = {getattr(options, key)}: must be at least 1")
     pairs: list[dict[str, float]] = []
     for number in range(options.launches):
         pairs += (own := _launch(options.steps))

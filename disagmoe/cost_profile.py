@@ -146,12 +146,12 @@ def _hops(gathered: Sequence[CostSamples], num_stages: int, pieces: Mapping[int,
 
 
 def _whole(samples: Sequence[tuple[float, float]], pieces: int) -> list[tuple[float, float]]:
-    """(bytes, seconds) of each `pieces` transfers in a row; of too few at the end, what as many would have.
+    """(bytes, seconds) of each `pieces` transfers in a row.
 
     A micro-batch's first piece may find an idle card, the others follow it: only their sum is typical.
     """
-    groups = [samples[start : start + pieces] for start in range(0, len(samples), pieces)]
-    return [(pieces * mean(pair[0] for pair in group), pieces * mean(pair[1] for pair in group)) for group in groups]
+    groups = [samples[start : start + pieces] for start in range(0, len(samples) - pieces + 1, pieces)]
+    return [(sum(pair[0] for pair in group), sum(pair[1] for pair in group)) for group in groups]
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:

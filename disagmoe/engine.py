@@ -19,7 +19,7 @@ from disagmoe.parallelisms.clock import StepClock
 from disagmoe.parallelisms.failures import Monitor
 from disagmoe.parallelisms.gradients import GradientSync, SyncGroup
 from disagmoe.parallelisms.runtime import LossFunction
-from disagmoe.parallelisms.stage import MicrobatchInput, RouterStats
+from disagmoe.parallelisms.stage import MicrobatchInput, RouterState, RouterStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class RouterHandle:
     coeff: float
 
     @classmethod
-    def of(cls, layer: int, stats: RouterStats, moe: Any) -> RouterHandle:
-        """`moe`: whatever has the router's `expert_bias_E` and `load_balance_coeff`."""
-        return cls(layer=layer, stats=stats, bias_E=moe.expert_bias_E, coeff=float(moe.load_balance_coeff or 0.0))
+    def of(cls, layer: int, stats: RouterStats, router: RouterState) -> RouterHandle:
+        coeff = float(router.load_balance_coeff or 0.0)
+        return cls(layer=layer, stats=stats, bias_E=router.expert_bias_E, coeff=coeff)
 
 
 class Engine(ABC):

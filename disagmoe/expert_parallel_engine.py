@@ -64,9 +64,10 @@ class EPEngine(Engine):
         self.clock = self.pipeline.clock
         self.workers = layout.workers_on(rank)
         self.owns_samples = True
-        self.routers = [
-            RouterHandle.of(block.layer, block.stats, block.owner.router_state) for block in self.pipeline.blocks()
-        ]
+        self.routers = []
+        for block in self.pipeline.blocks():
+            router: Any = block.owner.router_state
+            self.routers.append(RouterHandle.of(block.layer, block.stats, router))
 
     def run(self, inputs: Sequence[MicrobatchInput], *, loss_scale: float, step: int) -> Tensor | None:
         return self.pipeline.runtime.run_step(inputs, loss_scale=loss_scale, step=step)

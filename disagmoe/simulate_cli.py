@@ -171,7 +171,7 @@ def _run(plan: Plan, job: Job, name: str, costs: StageCosts | None) -> SystemRun
     af_plan = AFPlan(
         layout=plan.layout,
         num_microbatches=part.microbatches,
-        in_flight=part.in_flight,
+        in_flight=part.most_in_flight,
         hoist=part.hoist,
         send_after=part.send_after,
     )

@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,11 @@ class Bench:
         self._deadline = time.monotonic() + options.max_seconds if options.max_seconds else float("inf")
         self._known: dict[str, dict[str, Any]] = {}
         if self._raw is not None and self._raw.exists():
-            entries = map(json.loads, self._raw.read_text().splitlines())
-            self._known = {entry["key"]: entry["launch"] for entry in entries}
+            entries = [json.loads(line) for line in self._raw.read_text().splitlines()]
+            wanted = {field.name for field in fields(Launch)}
+            self._known = {entry["key"]: entry["launch"] for entry in entries if entry["launch"].keys() == wanted}
+            if len(self._known) < len({entry["key"] for entry in entries}):
+                print(f"{self._raw}: launches of another version are measured again", file=sys.stderr)
 
     @property
     def time_is_up(self) -> bool:

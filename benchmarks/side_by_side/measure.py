@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.emulated_cluster import EmulatedCluster, Run
 from benchmarks.emulated_cluster.nursery import Nursery
 from benchmarks.side_by_side.pace import SPEED
-from benchmarks.side_by_side.predict import predict_pipeline_s
+from benchmarks.side_by_side.predict import predict_pipeline
 from benchmarks.side_by_side.preset import EMPTY, Overrides, System, resolve
 from disagmoe.config.checks import build_layout
 from disagmoe.layout import Role
@@ -160,7 +160,7 @@ def _summary(
             for line in lines
         )
 
-    predicted_s = predict_pipeline_s(overrides, profile)
+    predicted = predict_pipeline(overrides, profile)
     step_s, pipeline_s = (mean(line[key] for line in lines) for key in ("step_time_s", "pipeline_time_s"))
     return Launch(
         step_s=step_s,
@@ -172,8 +172,8 @@ def _summary(
         nic_bytes=nic_bytes,
         peak_memory_bytes=max(line.get(f"{r.value}.peak_memory_bytes.max", 0.0) for line in lines for r in Role),
         tokens_per_s=mean(line["tokens"] for line in lines) / step_s,
-        predicted_step_s=predicted_s + step_s - pipeline_s,
-        transfers_cost_s=predicted_s - predict_pipeline_s(overrides, profile, free_transfers=True),
+        predicted_step_s=predicted.passes_s + step_s - pipeline_s,
+        transfers_cost_s=predicted.passes_s - predicted.without_transfers_s,
         loss=lines[-1]["loss"],
         start_s=start_s,
     )

@@ -53,12 +53,14 @@ def section(preset: Preset, result: Mapping[str, Any]) -> str:
             f"{systems[EQUAL]['payload_wire_share']:.0%} of its step.",
             "",
         ]
-    if "exposed_cut" in result:
-        baseline = next(systems[name]["title"] for name in DEDUPLICATED if name in systems)
-        text = f"Exposed communication is {result['exposed_cut']:.0%} less than that of {baseline}"
-        if "transfers_cost_cut" in result:
-            text += f"; what transfers add to the step, simulated, {result['transfers_cost_cut']:.0%} less"
-        lines += [f"{text}.", ""]
+    baseline = next((systems[name]["title"] for name in DEDUPLICATED if name in systems), "")
+    for key, what in (
+        ("exposed_cut", "Exposed communication is"),
+        ("transfers_cost_cut", "What transfers add to the step, simulated, is"),
+    ):
+        if key in result:
+            cut = result[key]
+            lines += [f"{what} {abs(cut):.0%} {'less' if cut >= 0 else 'more'} than that of {baseline}.", ""]
     return "\n".join(lines)
 
 

@@ -95,13 +95,17 @@ class DisagMoEConfig:
             attn_placement=tuple(self.attn_placement),
         )
 
+    @property
+    def most_in_flight(self) -> int:
+        """`in_flight` as schedules take it: in one process there is no transfer that another micro-batch could hide."""
+        return self.in_flight or int(self.colocate)
+
     def schedule_options(self) -> dict[str, Any]:
         """Keyword arguments of `disagmoe.schedules.make_schedule`, without `costs`, which is a path here."""
         return {
             "name": self.schedule,
             "num_microbatches": self.microbatches,
-            # In one process there is no transfer that another micro-batch could hide.
-            "in_flight": self.in_flight or int(self.colocate),
+            "in_flight": self.most_in_flight,
             "hoist": self.hoist,
             "send_after": self.send_after,
             "split_backward": self.split_backward,

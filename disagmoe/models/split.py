@@ -164,14 +164,13 @@ class ExpertHalf(Module):
         row_Q = pair_row_Q.index_select(0, order_Q)
         out_QD = self.moe.routed_experts.inner_experts(normed_RD.index_select(0, row_Q), counts_E)
         out_QD = out_QD.float() * weights_Q.index_select(0, order_Q).unsqueeze(1)
-        if primary_P.numel() == rows_RD.shape[0]:  # the only F-worker: each row is primary, and they are in order
-            own_RD = rows_RD.float()
-            if self.moe.shared_experts is not None:
-                own_RD = own_RD + self.moe.shared_experts(normed_RD).float()
-            return _add_rows(own_RD, row_Q, out_QD).to(rows_RD.dtype)
-        own_PD = rows_RD.index_select(0, primary_P).float()
+        all_primary = primary_P.numel() == rows_RD.shape[0]  # as with one F-worker: nothing to pick
+        own_PD = (rows_RD if all_primary else rows_RD.index_select(0, primary_P)).float()
         if self.moe.shared_experts is not None:
-            own_PD = own_PD + self.moe.shared_experts(normed_RD.index_select(0, primary_P)).float()
+            shared_in_PD = normed_RD if all_primary else normed_RD.index_select(0, primary_P)
+            own_PD = own_PD + self.moe.shared_experts(shared_in_PD).float()
+        if all_primary:
+            return _add_rows(own_PD, row_Q, out_QD).to(rows_RD.dtype)
         out_RD = torch.zeros(rows_RD.shape, dtype=torch.float32, device=rows_RD.device)
         out_RD = _add_rows(out_RD, row_Q, out_QD)
         return _add_rows(out_RD, primary_P, own_PD).to(rows_RD.dtype)
@@ -210,7 +209,7 @@ class ExpertPart(nn.Module):
             weights_Q: float32, differentiable.
             pair_row_Q: int, index into the rows.
             pair_expert_Q: int, *local* expert id (0 is `experts.start`).
-            primary_P: int, indices of the rows that are their token's primary row, ascending.
+            primary_P: int, indices of the rows that are their token's primary row, each at most once.
 
         Returns: [R, D] in the rows' dtype. Rows, weights and every parameter get a gradient, zeros where nothing came.
         """

@@ -248,16 +248,12 @@ def _links(
             return None
         key = hop_edge(stages, hop, backward=backward)
         if key not in channels:
-            what: dict[str, Any] = {
-                "name": key.name,
-                "kind": _KIND_OF_EDGE[key.edge.value, backward],
-                "backward": backward,
-                "context": context,
-            }
+            kind = _KIND_OF_EDGE[key.edge.value, backward]
             if meshes.layout.colocate:
-                channels[key] = InProcessChannel(**what)
+                channels[key] = InProcessChannel(name=key.name, kind=kind, backward=backward, context=context)
             else:
-                channels[key] = Channel(groups=meshes.channel_groups(key, worker), **what)
+                groups = meshes.channel_groups(key, worker)
+                channels[key] = Channel(name=key.name, kind=kind, backward=backward, context=context, groups=groups)
         return channels[key]
 
     before, after = spec.index - 1, spec.index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +17,19 @@ from disagmoe.schedules.actions import Action, Kind, Schedule
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(logits [B, L, V], labels [B, L]) -> sum of the losses of the valid tokens."""
 
-_Line = tuple[Action, DisagStage, str, str, str, tuple[str, int]]
-
 _TORCH_KIND = {kind: getattr(_ComputationType, kind.name) for kind in Kind}
+
+
+class _Line(NamedTuple):
+    """An action, ready to run."""
+
+    action: Action
+    stage: DisagStage
+    status: str
+    category: str
+    """On the clock, with the two below."""
+    name: str
+    sample: tuple[str, int]
 
 
 class AFPipeRuntime(_PipelineScheduleRuntime):
@@ -28,7 +39,8 @@ class AFPipeRuntime(_PipelineScheduleRuntime):
         stages: This process's stages.
         schedule: The whole replica's schedule (validated).
         loss_fn: Sums the loss over valid tokens; used by the process that holds the last stage.
-        on_status: Told what the process is about to do, for failure reports.
+        clock: Books where the step's time goes.
+        monitor: Told what the process is about to do, for failure reports; says when another process has failed.
     """
 
     def __init__(
@@ -42,7 +54,7 @@ class AFPipeRuntime(_PipelineScheduleRuntime):
     ) -> None:
         super().__init__(list(stages), schedule.num_microbatches, loss_fn=loss_fn, scale_grads=False)
         self._stage_of = {stage.stage_index: stage for stage in stages}
-        self._schedule, self._clock, self._monitor = schedule, clock, monitor
+        self._clock, self._monitor = clock, monitor
         # Made once: a step of small actions would spend per cents of its time on these texts.
         self._lines = [self._line(action) for action in schedule.programs[self.rank]]
         self.pipeline_order_with_comms = {
@@ -91,8 +103,8 @@ class AFPipeRuntime(_PipelineScheduleRuntime):
     ) -> None:
         self._inputs, self._loss_scale = inputs, loss_scale
         self._losses = {}
-        for action, stage, what, category, name, sample in self._lines:
-            self._monitor.status.write(f"step {step}, {what}")
+        for action, stage, status, category, name, sample in self._lines:
+            self._monitor.status.write(f"step {step}, {status}")
             self._monitor.check()
             if self.before_action is not None:
                 self.before_action(action)
@@ -103,16 +115,15 @@ class AFPipeRuntime(_PipelineScheduleRuntime):
                     channel.progress()
 
     def _line(self, action: Action) -> _Line:
-        """An action with its stage, its status, and its category, name and sample on the clock."""
         stage = self._stage_of[action.stage]
-        what = f"{action.kind.name} of {stage.spec} (stage {action.stage}), micro-batch {action.microbatch}"
+        status = f"{action.kind.name} of {stage.spec} (stage {action.stage}), micro-batch {action.microbatch}"
         if action.kind.is_compute:
             category = "compute"
         elif action.kind in (Kind.SEND_F, Kind.SEND_B):
             category = "send"
         else:
             category = "post receive"
-        return action, stage, what, category, str(action), (action.kind.name, action.stage)
+        return _Line(action, stage, status, category, str(action), (action.kind.name, action.stage))
 
     def _forward(self, stage: DisagStage, microbatch: int) -> None:
         logits_BLV = stage.forward(microbatch)

@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "A1xM2-F2xN1": {"layout": (1, 2, 2, 1)},
     "A2xM1-F1xN2": {"layout": (2, 1, 1, 2)},
     "2x(A1xM1-F1xN1)": {"layout": (1, 1, 1, 1), "replicas": 2},
-    "colocated": {"layout": (1, 1, 1, 1), "colocate": True},
+    "colocated": {"layout": (1, 1, 1, 1), "colocate": True, "in_flight": 4},
 }
 """Named by p_A x M, p_F x N. N = 3 does not divide the 8 experts; with 13 or 14 micro-batches of 14 samples, workers
 have empty slices."""

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "A2xM2-F2xN1": {"layout": (2, 2, 2, 1)},
     "A1xM2-F2xN1": {"layout": (1, 2, 2, 1)},
     "A2xM2-F2xN1-placed": {"layout": (2, 2, 2, 1), "attn_placement": [0, 1, 1, 1, 0, 1, 1]},
-    "colocated": {"layout": (1, 1, 1, 1), "colocate": True},
+    "colocated": {"layout": (1, 1, 1, 1), "colocate": True, "in_flight": 3},
 }
 AXES = {
     "family": FAMILIES,
@@ -54,8 +54,7 @@ def config_of(combination: dict[str, Any], documents: Path, **more: Any) -> Conf
         strict_order=combination["order"] == "strict",
         microbatches=int(combination["microbatches"]),
         recompute=combination["recompute"],
-        **LAYOUTS[combination["layout"]],
-        **SCHEDULES[combination["schedule"]],
+        **{**LAYOUTS[combination["layout"]], **SCHEDULES[combination["schedule"]]},
         **more,
     )
 

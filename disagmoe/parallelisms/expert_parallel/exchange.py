@@ -330,12 +330,11 @@ class Exchange:
             self._clock.idle_s -= ticket.wait_to_s - ticket.wait_from_s
             travelled = bool(ticket.num_bytes)
             self._clock.waited(ticket.name, ticket.wait_from_s, ticket.wait_to_s, sent_at_s if travelled else 0.0)
-            if travelled:
-                # Not what an earlier exchange took of the line.
-                seconds = max(0.0, ticket.here_s - max(sent_at_s, ticket.begun_s))
-                self._clock.transfer_s += seconds
-                if samples is not None:
-                    samples.transfers[ticket.hop].append((ticket.num_bytes, seconds))
+            # Not what an earlier exchange took of the line.
+            seconds = max(0.0, ticket.here_s - max(sent_at_s, ticket.begun_s)) if travelled else 0.0
+            self._clock.transfer_s += seconds
+            if samples is not None:
+                samples.transfers[ticket.hop].append((ticket.num_bytes, seconds))
 
     def close(self) -> None:
         """End the threads."""

@@ -13,7 +13,7 @@ from disagmoe.parallelisms.transfer.wire import Counts, MessageKind
 
 
 class InProcessChannel:
-    """`Channel` without a network: no buffer, no header, no thread; nothing is ever waited for.
+    """`Channel` without a network: no buffer, no header, no thread; nothing is ever waited for, or asked for early.
 
     Each section is a tensor of its own, which the taker may keep; a sender writes into it as it does into a message.
     """
@@ -37,7 +37,8 @@ class InProcessChannel:
             sections: dict[str, Tensor] = {}
             if count.num_rows:
                 for name, (dtype, shape) in self._wire.sections(self.kind, count).items():
-                    sections[name] = torch.empty(shape, dtype=dtype, device=self._device)
+                    if name != "header":
+                        sections[name] = torch.empty(shape, dtype=dtype, device=self._device)
                 pack(peer, sections)
             messages.append(sections)
         self._lying[key] = (list(counts), messages)
@@ -46,9 +47,6 @@ class InProcessChannel:
         self, key: tuple[int, int], what: str, counts: Sequence[Counts] | None = None, most: Counts | None = None
     ) -> None:
         """Nothing to prepare."""
-
-    def is_here(self, key: tuple[int, int]) -> bool:
-        return key in self._lying
 
     def take(self, key: tuple[int, int]) -> Arrival:
         """As `Channel.take`."""

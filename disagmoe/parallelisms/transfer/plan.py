@@ -69,7 +69,7 @@ def choose_primaries(hit_TN: Tensor) -> Tensor:
         int64 [T].
     """
     num_tokens, num_peers = hit_TN.shape
-    if num_peers == 1 or num_tokens == 0:
+    if num_tokens == 0:
         return torch.zeros(num_tokens, dtype=torch.int64, device=hit_TN.device)
     hit = hit_TN.to(torch.float32)
     draw_T1 = (torch.arange(num_tokens, device=hit.device, dtype=torch.float64) * _GOLDEN_RATIO % 1.0)[:, None]
@@ -99,7 +99,7 @@ class PlanDraft:
     num_tokens: int
     top_k: int
     counts_3N: Tensor
-    """int64: rows, primary rows and pairs a peer."""
+    """int64: rows, primary rows and pairs a peer; on the host where nothing has to be counted."""
     token_of_row: Tensor
     pair_slot_Q: Tensor
     pair_row_Q: Tensor
@@ -170,14 +170,14 @@ def draft_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> PlanD
 
 
 def _draft_for_one(expert_ids_TK: Tensor, experts: range) -> PlanDraft:
-    """Everything goes to the only peer, in the order of the tokens."""
+    """Everything goes to the only peer, in the order of the tokens: its sizes are known on the host."""
     num_tokens, top_k = expert_ids_TK.shape
     device = expert_ids_TK.device
     pair_slot_Q = torch.arange(num_tokens * top_k, device=device)
     return PlanDraft(
         num_tokens=num_tokens,
         top_k=top_k,
-        counts_3N=torch.tensor([[num_tokens], [num_tokens], [num_tokens * top_k]], device=device),
+        counts_3N=torch.tensor([[num_tokens], [num_tokens], [num_tokens * top_k]]),
         token_of_row=torch.arange(num_tokens, device=device),
         pair_slot_Q=pair_slot_Q,
         pair_row_Q=pair_slot_Q.div(top_k, rounding_mode="floor").to(torch.int32),

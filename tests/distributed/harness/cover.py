@@ -18,14 +18,18 @@ def product(
 def cover(
     axes: Mapping[str, Sequence[Any]], keep: Callable[[dict[str, Any]], bool] = lambda _: True, *, strength: int = 2
 ) -> list[dict[str, Any]]:
-    """Greedy, deterministic: takes the combination with the most new pairs until all that make sense are covered.
+    """Greedy, deterministic: takes the combination with the most new groups until all that make sense are covered.
 
     Args:
-        strength: 2 for pairs, 3 for triples.
+        strength: Values a group: 2 for pairs, 3 for triples.
+    Raises:
+        ValueError: There are fewer axes than that.
 
     >>> len(cover({"a": [0, 1], "b": [0, 1], "c": [0, 1]}))
     4
     """
+    if not 1 <= strength <= len(axes):
+        raise ValueError(f"strength = {strength}: must be 1 to {len(axes)}, the number of axes")
     everything = product(axes, keep)
     names = list(itertools.combinations(axes, strength))
     groups = [{(name, *(combination[axis] for axis in name)) for name in names} for combination in everything]

@@ -17,6 +17,8 @@ from disagmoe.config.load import load_config
 from disagmoe.config.recipe import load_recipe
 from disagmoe.layout import Layout
 from disagmoe.schedules import Kind, Schedule, validate
+from disagmoe.simulate_cli import _run as run_by_name
+from disagmoe.simulate_cli import make_job
 from disagmoe.simulator.chunks import cut_into_chunks, dual_pipe_v, interleaved_1f1b, spell_out, v_rank
 from disagmoe.simulator.costs import Hop, StageCosts, uniform_costs
 from disagmoe.simulator.engine import simulate
@@ -193,6 +195,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]:
         assert main(["simulate", str(CONFIG), "--cluster", "h800x1", "--system", "af-plain", *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["in_flight=3"], ["colocate=true", "attn_workers=1", "ffn_workers=1"]])
+def test_the_command_simulates_the_order_that_is_run(more: list[str]) -> None:
+    plan = make_plan(load_config(str(CONFIG), [f"--disagmoe.{option}" for option in (*more, "schedule=deep")]))
+    job = make_job(plan.config, plan.shape, load_cluster("h800x1"))
+    simulated = run_by_name(plan, job, "af-deep", None).schedule
+    assert plan.schedule is not None and simulated.programs == plan.schedule.programs
 
 
 def test_a_profile_leaves_baselines_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
