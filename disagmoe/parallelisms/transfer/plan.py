@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -138,8 +139,7 @@ def draft_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> PlanD
     device = expert_ids_TK.device
     if num_peers == 1:
         return _draft_for_one(expert_ids_TK, experts_by_peer[0])
-    starts_N = torch.tensor([r.start for r in experts_by_peer], device=device)
-    stops_N = torch.tensor([r.stop for r in experts_by_peer], device=device)
+    starts_N, stops_N = _edges(tuple(experts_by_peer), device)
     peer_TK = torch.bucketize(expert_ids_TK, stops_N, right=True)
     hit_TN = torch.zeros(num_tokens, num_peers, dtype=torch.bool, device=device).scatter_(1, peer_TK, True)
     primary_TN = torch.zeros_like(hit_TN).scatter_(1, choose_primaries(hit_TN)[:, None], True) & hit_TN
@@ -167,6 +167,13 @@ def draft_plan(expert_ids_TK: Tensor, experts_by_peer: Sequence[range]) -> PlanD
         pair_row_Q=position_TN.gather(1, peer_TK).reshape(-1)[pair_slot_Q].to(torch.int32),
         pair_expert_Q=(expert_ids_TK - starts_N[peer_TK]).reshape(-1)[pair_slot_Q].to(torch.int32),
     )
+
+
+@lru_cache(maxsize=64)
+def _edges(experts_by_peer: tuple[range, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 [N] first expert, and one past the last, of each peer. Kept: copying them to a device waits for it."""
+    starts_N = torch.tensor([experts.start for experts in experts_by_peer], device=device)
+    return starts_N, torch.tensor([experts.stop for experts in experts_by_peer], device=device)
 
 
 def _draft_for_one(expert_ids_TK: Tensor, experts: range) -> PlanDraft:
