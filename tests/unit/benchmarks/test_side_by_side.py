@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from argparse import Namespace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.side_by_side import fit, page
+from benchmarks.side_by_side.__main__ import Bench
 from benchmarks.side_by_side.measure import Launch
 from benchmarks.side_by_side.predict import predict_pipeline
 from benchmarks.side_by_side.preset import OURS, Preset, layout_text, load_preset, preset_names, resolve
@@ -205,3 +208,12 @@ def test_tuning_keeps_what_it_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "speed.md").write_text("# Speed\n")
     page.write_tuning(preset, tmp_path)
     assert "| 10.0 | 5.0 | 1.0 | 3.0 | 50 | 9.5 (-5%) | 1.11 |" in (tmp_path / "speed.md").read_text()
+
+
+def test_launches_of_another_version_are_not_recalled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = tmp_path / "raw"
+    older = {key: value for key, value in asdict(ONE).items() if key != "transfers_cost_s"}
+    raw.write_text("".join(json.dumps({"key": k, "launch": v}) + "\n" for k, v in (("a", older), ("b", asdict(ONE)))))
+    bench = Bench(load_preset("paper_like"), Namespace(steps=1, raw=raw, max_seconds=None))
+    assert bench._known == {"b": asdict(ONE)}
+    assert f"{raw}: launches of another version are measured again" in capsys.readouterr().err
