@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from disagmoe.api import make_disagmoe_meshes, pipeline_disagmoe
 from disagmoe.config.schema import Config
 from disagmoe.layout import Layout, Role, Worker, owned_samples
+from disagmoe.models.experts import add_gradients_in_place
 from disagmoe.models.init import build_model, init_parameters, materialize
 from disagmoe.parallelisms.clock import StepClock
 from disagmoe.parallelisms.failures import Monitor
@@ -93,6 +94,7 @@ class PlainEngine(Engine):
             self.model = build_model(model_config)
         materialize(self.model, device=device, dtype=dtype)
         init_parameters(self.model, model_config, initial_seed(config))
+        add_gradients_in_place(self.model)
         self._loss_fn, self._monitor = loss_fn, monitor
         self.modules = [self.model]
         parameters = list(self.model.parameters())

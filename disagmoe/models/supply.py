@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan.models.common.decoder import Decoder
 
 from disagmoe.models.deferred import WeightGradients
+from disagmoe.models.experts import add_gradients_in_place
 from disagmoe.models.init import init_parameters, materialize
 
 AnyPart = TypeVar("AnyPart", bound=nn.Module)
@@ -52,4 +53,5 @@ class PartSupply:
             part = build()
         materialize(part, device=self._device, dtype=self.row_dtype)
         init_parameters(part, self.model_config, self._seed, first_expert)
+        add_gradients_in_place(part)
         return part

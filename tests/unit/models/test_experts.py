@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, swiglu
 
-from disagmoe.models.experts import PortableGptOssGroupedExperts, PortableGroupedExperts, portable_experts
+from disagmoe.models.experts import (
+    PortableGptOssGroupedExperts,
+    PortableGroupedExperts,
+    add_gradients_in_place,
+    portable_experts,
+)
 from disagmoe.models.router import float32_router
 
 SIZES = {"dim": 16, "hidden_dim": 24, "num_experts": 4}
@@ -55,6 +60,30 @@ def test_equal_to_one_expert_at_a_time(kind: type, counts: list[int], tail: int)
     wanted = torch.autograd.grad(expected, [x_clean, *module.parameters()], direction, materialize_grads=True)
     for grad, want in zip(grads, wanted, strict=True):
         torch.testing.assert_close(grad, want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [PortableGroupedExperts, PortableGptOssGroupedExperts])
+def test_gradients_added_in_place_are_autograds(kind: type) -> None:
+    ours, plain = build(kind), build(kind)
+    add_gradients_in_place(nn.Sequential(ours))
+    buffers = []
+    for counts in COUNTS:
+        x = torch.randn(sum(counts), SIZES["dim"])
+        for module in (ours, plain):
+            module(x, torch.tensor(counts)).square().sum().backward()
+        buffers.append({name: p.grad.data_ptr() for name, p in ours.named_parameters() if "bias" not in name})
+    for (name, own), (_, wanted) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(own.grad, wanted.grad, atol=2e-5, rtol=1e-4, msg=name)
+    assert all(buffer == buffers[0] for buffer in buffers), "weights' gradients moved: they were not added in place"
+
+
+def test_frozen_experts_get_no_gradient_in_place() -> None:
+    module = build(PortableGroupedExperts)
+    add_gradients_in_place(module)
+    module.requires_grad_(False)
+    x = torch.randn(8, SIZES["dim"], requires_grad=True)
+    module(x, torch.tensor([2, 2, 2, 2])).sum().backward()
+    assert x.grad is not None and all(p.grad is None for p in module.parameters())
 
 
 @pytest.mark.parametrize(
